@@ -1,0 +1,34 @@
+# Two commands on a fresh clone do everything: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+export CHROMIUM
+
+.PHONY: demo test test-slow soak lint setup chromium
+
+setup: $(READY)
+
+$(READY): pyproject.toml .ci/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[test,dev]'
+	touch $@
+
+# The report's tests open a real browser; Debian's package serves when none is there.
+chromium:
+ifeq ($(CHROMIUM),)
+	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null
+endif
+
+demo: $(READY)
+	$(BIN)/stabilitykit fit --config recipes/zoo/bad-batch.yaml
+
+test: $(READY) chromium
+	CHROMIUM="$${CHROMIUM:-$$(command -v chromium)}" $(BIN)/python -m pytest -m "not slow and not soak"
+
+test-slow: $(READY) chromium
+	CHROMIUM="$${CHROMIUM:-$$(command -v chromium)}" $(BIN)/python -m pytest -m "slow"
+
+lint: $(READY)
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright

@@ -1,0 +1,1 @@
+"""Lightning hooks to measures to records; thin."""

@@ -1,0 +1,140 @@
+"""Every metric: key, unit, which way is bad, threshold with its source.
+
+The README's table, the report's panels and its sentences are made from this list; a key that is not
+here is not written by any monitor (a test holds that).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One key and what it means. `threshold` maps a dtype name, or "any", to the value that is bad."""
+
+    key: str
+    unit: str
+    bad: str  # "high", "low" or "" (context, never judged)
+    meaning: str
+    threshold: Mapping[str, float] = field(default_factory=dict)
+    source: str = ""
+
+    def limit(self, dtype: str = "any") -> float | None:
+        """The threshold for values measured in `dtype`, None when the metric is not judged."""
+        return self.threshold.get(dtype, self.threshold.get("any"))
+
+
+# Healthy kernels over input scales .1 to 8, T 256, d 32 and 64, 6 seeds: worst 2.8 in bfloat16 and
+# float16; worst 93 in float32 (dv of very sharp heads), where a mask off by one is above 1e5.
+_ROUNDOFF = {"bfloat16": 3.0, "float16": 3.0, "float32": 200.0}
+_ROUNDOFF_SOURCE = "healthy controls over input scales; idea of TTrace, arXiv 2506.09280"
+_FLASH_TESTS = "flash-attention tests: out within 2x, gradients within 3x of plain attention's error"
+
+METRICS: tuple[Metric, ...] = (
+    Metric("loss/value", "nats", "high", "loss of the optimizer step: mean over its micro-batches and ranks"),
+    Metric("loss/grad_norm", "", "high", "L2 norm of all gradients, unscaled, before clipping"),
+    Metric(
+        "loss/score",
+        "robust sigmas",
+        "high",
+        "how far the loss is above its own recent median, in robust standard deviations",
+    ),
+    Metric("loss/event", "count", "high", "1 on a step at which an event was raised", {"any": 1.0}),
+    Metric(
+        "attention/roundoff_ratio",
+        "ratio",
+        "high",
+        "error of the kernel's output over how far the exact output moves when q, k, v move by one "
+        "roundoff; near 1 is as good as the format allows on this very input",
+        _ROUNDOFF,
+        _ROUNDOFF_SOURCE,
+    ),
+    Metric("attention/rel_l2", "ratio", "", "||fast - exact|| / ||exact|| of the output"),
+    Metric("attention/max_abs", "", "", "largest |fast - exact| of the output (arXiv 2405.02803, Sec. IV)"),
+    Metric(
+        "attention/error_constant",
+        "ratio",
+        "",
+        "max|fast - exact| / (u max|exact|), u the unit roundoff of the kernel's format",
+    ),
+    Metric(
+        "attention/error_vs_baseline",
+        "ratio",
+        "",
+        "max error of the kernel over max error of plain attention in the same format; below 2 passes "
+        "flash-attention's own tests",
+        source=_FLASH_TESTS,
+    ),
+    Metric("attention/sign_bias", "ulp", "", "mean error away from zero (> 0) or towards it (arXiv 2510.04212)"),
+    Metric(
+        "attention/max_logit",
+        "",
+        "",
+        "largest scaled q.k; runs with values above 1e4 diverged",
+        source="arXiv 2309.14322, Sec. 3.1",
+    ),
+    Metric(
+        "attention/entropy",
+        "share",
+        "",
+        "mean entropy of the attention rows over the log of the keys they see; 0 is collapsed (worst: lowest)",
+        source="arXiv 2303.06296",
+    ),
+    Metric(
+        "attention/nonfinite",
+        "count",
+        "high",
+        "NaN or inf in the kernel's output where the exact output is finite",
+        {"any": 1.0},
+    ),
+    Metric(
+        "attention/grad_roundoff_ratio",
+        "ratio",
+        "high",
+        "the same as roundoff_ratio for dq, dk and dv, the worst of them",
+        _ROUNDOFF,
+        _ROUNDOFF_SOURCE,
+    ),
+    Metric("attention/grad_rel_l2", "ratio", "", "||fast - exact|| / ||exact|| of dq, dk, dv, the worst"),
+    Metric(
+        "attention/grad_error_vs_baseline",
+        "ratio",
+        "",
+        "max error of the kernel's gradients over autograd's of plain attention, the worst of dq, dk, dv",
+        source=_FLASH_TESTS,
+    ),
+    Metric(
+        "attention/grad_nonfinite",
+        "count",
+        "high",
+        "NaN or inf in dq, dk, dv where the exact gradient is finite",
+        {"any": 1.0},
+    ),
+    Metric("overhead/attention_percent", "%", "high", "time AttentionMonitor took, of the run without monitors"),
+    Metric("overhead/loss_percent", "%", "high", "time LossMonitor took, of the run without monitors"),
+    Metric("overhead/total_percent", "%", "high", "time all monitors took, of the run without monitors"),
+)
+
+CATALOG: dict[str, Metric] = {metric.key: metric for metric in METRICS}
+
+
+def family(name: str) -> list[Metric]:
+    """The metrics whose key begins with `name/`, in the order they are shown.
+
+    >>> [metric.key for metric in family("loss")][:2]
+    ['loss/value', 'loss/grad_norm']
+    """
+    return [metric for metric in METRICS if metric.key.startswith(name + "/")]
+
+
+def markdown_table() -> str:
+    """The README's table of what the numbers mean."""
+    rows = ["| number | unit | what it says | bad from |", "| --- | --- | --- | --- |"]
+    for metric in METRICS:
+        limits = ", ".join(
+            f"{value:g}" + ("" if dtype == "any" else f" ({dtype})")
+            for dtype, value in metric.threshold.items()
+        )
+        source = f" [{metric.source}]" if metric.source else ""
+        rows.append(f"| `{metric.key}` | {metric.unit} | {metric.meaning}{source} | {limits} |")
+    return "\n".join(rows)

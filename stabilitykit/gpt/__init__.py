@@ -1,0 +1,1 @@
+"""The GPT that the recipes train, its corpora and its LightningModule."""

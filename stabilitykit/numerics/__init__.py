@@ -1,0 +1,1 @@
+"""Tensors to tensors or numbers; knows no trainer."""

@@ -1,0 +1,1 @@
+"""Other people's files: loss logs of other trainers, checkpoints."""

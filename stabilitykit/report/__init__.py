@@ -1,0 +1,1 @@
+"""Views of the records: panels, figures, one HTML page, logger sinks."""
