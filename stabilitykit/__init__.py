@@ -14,8 +14,17 @@ _HOMES = {
     "deviation": "numerics.deviation",
     "SpikeDetector": "numerics.spikes",
 }
-__all__ = ["AttentionCall", "AttentionMonitor", "LossMonitor", "SpikeDetector", "Tap", "deviation",
-           "exact_attention", "exact_attention_grad", "monitors"]
+__all__ = [
+    "AttentionCall",
+    "AttentionMonitor",
+    "LossMonitor",
+    "SpikeDetector",
+    "Tap",
+    "deviation",
+    "exact_attention",
+    "exact_attention_grad",
+    "monitors",
+]
 __version__ = "0.1.0"
 
 

@@ -31,7 +31,12 @@ _ROUNDOFF_SOURCE = "healthy controls over input scales; idea of TTrace, arXiv 25
 _FLASH_TESTS = "flash-attention tests: out within 2x, gradients within 3x of plain attention's error"
 
 METRICS: tuple[Metric, ...] = (
-    Metric("loss/value", "nats", "high", "loss of the optimizer step: mean over its micro-batches and ranks"),
+    Metric(
+        "loss/value",
+        "nats",
+        "high",
+        "loss of the optimizer step: mean over its micro-batches and ranks",
+    ),
     Metric("loss/grad_norm", "", "high", "L2 norm of all gradients, unscaled, before clipping"),
     Metric(
         "loss/score",
@@ -50,7 +55,12 @@ METRICS: tuple[Metric, ...] = (
         _ROUNDOFF_SOURCE,
     ),
     Metric("attention/rel_l2", "ratio", "", "||fast - exact|| / ||exact|| of the output"),
-    Metric("attention/max_abs", "", "", "largest |fast - exact| of the output (arXiv 2405.02803, Sec. IV)"),
+    Metric(
+        "attention/max_abs",
+        "",
+        "",
+        "largest |fast - exact| of the output (arXiv 2405.02803, Sec. IV)",
+    ),
     Metric(
         "attention/error_constant",
         "ratio",
@@ -65,7 +75,12 @@ METRICS: tuple[Metric, ...] = (
         "flash-attention's own tests",
         source=_FLASH_TESTS,
     ),
-    Metric("attention/sign_bias", "ulp", "", "mean error away from zero (> 0) or towards it (arXiv 2510.04212)"),
+    Metric(
+        "attention/sign_bias",
+        "ulp",
+        "",
+        "mean error away from zero (> 0) or towards it (arXiv 2510.04212)",
+    ),
     Metric(
         "attention/max_logit",
         "",
@@ -77,7 +92,7 @@ METRICS: tuple[Metric, ...] = (
         "attention/entropy",
         "share",
         "",
-        "mean entropy of the attention rows over the log of the keys they see; 0 is collapsed (worst: lowest)",
+        "mean entropy of attention rows over the log of the keys they see; 0 is collapsed (worst: lowest)",
         source="arXiv 2303.06296",
     ),
     Metric(
@@ -95,7 +110,12 @@ METRICS: tuple[Metric, ...] = (
         _ROUNDOFF,
         _ROUNDOFF_SOURCE,
     ),
-    Metric("attention/grad_rel_l2", "ratio", "", "||fast - exact|| / ||exact|| of dq, dk, dv, the worst"),
+    Metric(
+        "attention/grad_rel_l2",
+        "ratio",
+        "",
+        "||fast - exact|| / ||exact|| of dq, dk, dv, the worst",
+    ),
     Metric(
         "attention/grad_error_vs_baseline",
         "ratio",
@@ -110,7 +130,12 @@ METRICS: tuple[Metric, ...] = (
         "NaN or inf in dq, dk, dv where the exact gradient is finite",
         {"any": 1.0},
     ),
-    Metric("overhead/attention_percent", "%", "high", "time AttentionMonitor took, of the run without monitors"),
+    Metric(
+        "overhead/attention_percent",
+        "%",
+        "high",
+        "time AttentionMonitor took, of the run without monitors",
+    ),
     Metric("overhead/loss_percent", "%", "high", "time LossMonitor took, of the run without monitors"),
     Metric("overhead/total_percent", "%", "high", "time all monitors took, of the run without monitors"),
 )

@@ -37,7 +37,11 @@ class Record:
         try:
             values = {key: float(value) for key, value in row["values"].items()}
             return cls(
-                int(row["step"]), int(row["attempt"]), str(row["kind"]), values, row.get("detail", {})
+                int(row["step"]),
+                int(row["attempt"]),
+                str(row["kind"]),
+                values,
+                row.get("detail", {}),
             )
         except (KeyError, TypeError, AttributeError) as problem:
             raise ValueError(f"expected a record with step, attempt, kind, values: {problem!r}") from problem

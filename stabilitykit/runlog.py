@@ -75,7 +75,11 @@ def start_attempt(folder: Path, meta: dict[str, Any], resumed_at: int | None) ->
     before = read_meta(folder)
     attempts = before.get("attempts", [])
     number = 1 + max([row["attempt"] for row in attempts], default=0)
-    row = {"attempt": number, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "resumed_at": resumed_at}
+    row = {
+        "attempt": number,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "resumed_at": resumed_at,
+    }
     document = {**meta, "attempts": [*attempts, row]}
     beside = folder / f"{META}.part"
     beside.write_text(json.dumps(document, indent=1, default=str), encoding="utf-8")

@@ -1,1 +1,13 @@
 """Lightning hooks to measures to records; thin."""
+
+from stabilitykit.callbacks.attention import AttentionMonitor
+from stabilitykit.callbacks.loss import LossMonitor
+from stabilitykit.callbacks.monitor import Monitor
+
+
+def monitors() -> list[Monitor]:
+    """The cheap set recommended for any run: `Trainer(callbacks=stabilitykit.monitors())`."""
+    return [LossMonitor(), AttentionMonitor()]
+
+
+__all__ = ["AttentionMonitor", "LossMonitor", "Monitor", "monitors"]

@@ -1,0 +1,191 @@
+"""The commands, thin: each parses, calls one function, prints. Errors are one line and exit code 2."""
+
+import argparse
+import json
+import sys
+import traceback
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+EPILOG = "commands: fit, report, spikes; `stabilitykit COMMAND --help` tells more"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; 0 done, 1 the command's own 'found', 2 usage or unreadable input."""
+    args = sys.argv[1:] if argv is None else argv
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "fit": fit,
+        "report": report,
+        "spikes": spikes,
+    }
+    if not args or args[0] in ("-h", "--help"):
+        print(f"usage: stabilitykit COMMAND ...\n\n{EPILOG}")
+        return 0 if args else 2
+    try:
+        if args[0] not in commands:
+            raise ValueError(f"expected a command ({', '.join(commands)}), got {args[0]!r}")
+        return commands[args[0]](args[1:])
+    except (ValueError, OSError, argparse.ArgumentError) as problem:
+        print(f"stabilitykit: error: {one_line(problem)}", file=sys.stderr)
+        return 2
+    except SystemExit as exit:  # --help, --print_config
+        return exit.code if isinstance(exit.code, int) else 2
+
+
+def one_line(problem: BaseException) -> str:
+    r"""The message with its line breaks folded.
+
+    >>> one_line(ValueError("expected a,\n   got b"))
+    'expected a, got b'
+    """
+    return " ".join(str(problem).split()) or type(problem).__name__
+
+
+def _parser(command: str, description: str) -> ArgumentParser:
+    return ArgumentParser(prog=f"stabilitykit {command}", description=description, exit_on_error=False)
+
+
+def report(argv: list[str]) -> int:
+    """Writes, or prints, the report of a run."""
+    parser = _parser("report", "The report of a run: one HTML file, or text.")
+    parser.add_argument("run", metavar="RUN_DIR", type=str, help="the run's folder, or its stability folder")
+    parser.add_argument("--out", type=str, help="where to write it (default: RUN_DIR's report.html)")
+    parser.add_argument("--format", type=str, choices=["html", "text"], default="html")
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
+    args = parser.parse_args(argv)
+    from stabilitykit.report.page import text_report, write_report
+
+    if args.format == "text":
+        _print_or_write(text_report(Path(args.run)), args.out)
+        return 0
+    path = write_report(Path(args.run), Path(args.out) if args.out else None)
+    print(path)
+    if args.open:
+        webbrowser.open(path.resolve().as_uri())
+    return 0
+
+
+def _print_or_write(text: str, out: str | None) -> None:
+    if out is None:
+        print(text)
+    else:
+        Path(out).write_text(text + "\n", encoding="utf-8")
+
+
+def spikes(argv: list[str]) -> int:
+    """Finds the events of a loss log."""
+    parser = _parser("spikes", "The loss spikes of a log: CSV, JSONL, a run of ours, or text by --pattern.")
+    parser.add_argument("log", metavar="LOG", type=str, help="a file, or a run's folder")
+    parser.add_argument("--format", type=str, choices=["table", "json"], default="table")
+    parser.add_argument("--loss", type=str, help="the loss column (default: loss, train_loss, ...)")
+    parser.add_argument("--step", type=str, help="the step column (default: step, else the first)")
+    parser.add_argument("--preset", type=str, choices=["nanogpt", "llmc", "megatron"])
+    parser.add_argument("--pattern", type=str, help="a regular expression with groups step and loss")
+    parser.add_argument(
+        "--nan",
+        type=str,
+        choices=["value", "missing"],
+        default="value",
+        help="what a NaN in the log means",
+    )
+    parser.add_argument("--fail-on-spike", action="store_true", help="exit with 1 when there is an event")
+    args = parser.parse_args(argv)
+    from stabilitykit.readers.losses import find_events, read_losses
+
+    losses = read_losses(
+        Path(args.log),
+        loss=args.loss,
+        step=args.step,
+        nan=args.nan,
+        pattern=args.pattern,
+        preset=args.preset,
+    )
+    events = [event.to_dict() for event in find_events(losses.rows)]
+    for problem in losses.problems:
+        print(f"stabilitykit: {problem}", file=sys.stderr)
+    if args.format == "json":
+        from stabilitykit.records import spell
+
+        print(json.dumps(spell(events)))
+    else:
+        print(_table(events))
+    return 1 if events and args.fail_on_spike else 0
+
+
+def _table(events: list[dict[str, Any]]) -> str:
+    if not events:
+        return "no events"
+    columns = list(events[0])
+    cells = [columns] + [[_cell(event[column]) for column in columns] for event in events]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    lines = ("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def fit(argv: list[str]) -> int:
+    """Trains from a recipe; ends with what was seen, what it cost and where the report lies."""
+    from lightning_fabric.utilities.exceptions import MisconfigurationException
+    from pytorch_lightning.cli import LightningCLI
+
+    class FitCLI(LightningCLI):
+        """LightningCLI without subcommands: `fit` is the only one here."""
+
+        def add_arguments_to_parser(self, parser: Any) -> None:
+            parser.add_argument("--ckpt_path", type=str | None, default=None, help="resume from here")
+
+    try:
+        cli = FitCLI(
+            args=argv,
+            run=False,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            parser_kwargs={"prog": "stabilitykit fit", "exit_on_error": False},
+        )
+    except MisconfigurationException as problem:
+        raise ValueError(one_line(problem)) from problem
+    started = cli.trainer.global_step
+    try:
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.config.ckpt_path)
+    except MisconfigurationException as problem:
+        raise ValueError(one_line(problem)) from problem
+    except ValueError:
+        if cli.trainer.global_step == started:
+            raise
+        # Training was under way: the place it failed at is what the user needs.
+        traceback.print_exc()
+        return 1
+    finally:
+        _close(cli.trainer)
+    return 0
+
+
+def _close(trainer: Any) -> None:
+    from stabilitykit.callbacks.monitor import Monitor
+    from stabilitykit.report.page import text_report, write_report
+
+    monitors = [callback for callback in trainer.callbacks if isinstance(callback, Monitor)]
+    if not trainer.is_global_zero:
+        return
+    if not monitors:
+        print("stabilitykit: this run has no monitor, nothing was watched (see monitors() in README.md)")
+        return
+    folder = monitors[0].run.folder if hasattr(monitors[0], "run") else None
+    if folder is None or not (folder / "records.jsonl").is_file():
+        return
+    try:
+        path = write_report(folder)
+        print(f"\n{text_report(folder)}\n\nreport: {path.resolve()}")
+    except (OSError, ValueError) as problem:
+        print(f"stabilitykit: no report: {one_line(problem)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

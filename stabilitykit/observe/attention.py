@@ -1,0 +1,248 @@
+"""How far one attention call is from exact attention, on a sample of its rows, heads and sequences."""
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stabilitykit.numerics.deviation import deviation, perturb
+from stabilitykit.numerics.exact import attention_rows, exact_attention_grad, plain_attention
+from stabilitykit.observe.tap import AttentionCall
+
+LOW_IS_BAD = ("entropy",)
+SUMMED = ("nonfinite", "grad_nonfinite")
+SIGNED = ("sign_bias",)
+_OUT = (
+    "roundoff_ratio",
+    "rel_l2",
+    "max_abs",
+    "error_constant",
+    "error_vs_baseline",
+    "sign_bias",
+)
+_GRAD = ("roundoff_ratio", "rel_l2", "error_vs_baseline")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Which part of a call is measured: indices of heads, query rows and sequences, and a seed."""
+
+    heads: list[int]
+    rows: list[int]
+    sequences: list[int]
+    seed: int
+
+    @classmethod
+    def draw(
+        cls,
+        call: AttentionCall,
+        seed: str,
+        *,
+        heads: int | list[int],
+        rows: int,
+        sequences: int,
+    ) -> "Sample":
+        """A sample that depends on `seed` and the call's shape alone.
+
+        Raises:
+            ValueError: a head index that the call does not have.
+        """
+        draw = random.Random(seed)
+        have_sequences, have_heads, have_rows = call.q.shape[:3]
+        if isinstance(heads, list):
+            missing = [head for head in heads if not 0 <= head < have_heads]
+            if missing:
+                raise ValueError(f"{call.name}: expected heads in 0..{have_heads - 1}, got {missing}")
+            chosen = sorted(heads)
+        else:
+            chosen = _some(draw, have_heads, heads)
+        return cls(
+            chosen,
+            _some(draw, have_rows, rows),
+            _some(draw, have_sequences, sequences),
+            draw.getrandbits(31),
+        )
+
+
+def _some(draw: random.Random, have: int, want: int) -> list[int]:
+    return sorted(draw.sample(range(have), min(want, have)))
+
+
+def unmeasurable(call: AttentionCall) -> str | None:
+    """Why a call cannot be compared with exact attention, None when it can."""
+    if call.kwargs["dropout_p"] > 0:
+        return f"dropout {call.kwargs['dropout_p']:g} in the kernel, its mask is not known"
+    if call.q.dim() != 4:
+        return f"expected q of shape [b, h, q, d], got {tuple(call.q.shape)}"
+    if call.q.numel() == 0 or call.k.numel() == 0:
+        return f"empty tensors: q {tuple(call.q.shape)}, k {tuple(call.k.shape)}"
+    return None
+
+
+def measured(
+    call: AttentionCall,
+    sample: Sample,
+    *,
+    backward: bool = True,
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Any]:
+    """The numbers of one call, worst over the sampled heads, and per head under "heads".
+
+    Output and dq are compared on the sampled rows. dk and dv sum over all rows, so they are compared
+    in full for the key head of one sampled head.
+    """
+    part = _Part(call, sample, dtype)
+    heads = part.forward()
+    if backward and call.grad_out is not None and call.dq is not None:
+        for row, extra in zip(heads, part.queries_grad(), strict=True):
+            row.update(extra)
+    if backward and call.grad_out is not None and call.dk is not None and call.dv is not None:
+        heads[0].update(part.keys_grad())
+    for row in heads:
+        _join_grads(row)
+    return {
+        "backend": call.backend,
+        "dtype": str(call.q.dtype).removeprefix("torch."),
+        **worst(heads),
+        "heads": heads,
+    }
+
+
+def worst(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Per key the worst number over `rows`: counts added, entropy lowest, sign_bias farthest from 0."""
+    result: dict[str, float] = {}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        numbers = [row[key] for row in rows if isinstance(row.get(key), float)]
+        if not numbers:
+            continue
+        if key in SUMMED:
+            result[key] = sum(numbers)
+        elif any(math.isnan(number) for number in numbers):
+            result[key] = math.nan
+        elif key in LOW_IS_BAD:
+            result[key] = min(numbers)
+        else:
+            result[key] = max(numbers, key=abs) if key in SIGNED else max(numbers)
+    return result
+
+
+class _Part:
+    """The sampled part of one call, beside what exact, plain and perturbed attention make of it."""
+
+    def __init__(self, call: AttentionCall, sample: Sample, dtype: torch.dtype):
+        self.call, self.sample, self.dtype = call, sample, dtype
+        self.group = call.q.shape[1] // call.k.shape[1]
+        self.options: dict[str, Any] = {
+            "causal": call.kwargs["is_causal"],
+            "scale": call.kwargs["scale"],
+            "mask": self._mask(),
+        }
+        device = call.q.device
+        self.rows = torch.tensor(sample.rows, device=device)
+        self.generator = torch.Generator(device).manual_seed(sample.seed)
+        self.q, self.k, self.v = (self._sequences(t) for t in (call.q, call.k, call.v))
+        self.moved = tuple(perturb(t, call.q.dtype, self.generator) for t in (self.q, self.k, self.v))
+
+    def _sequences(self, tensor: Tensor) -> Tensor:
+        return tensor[self.sample.sequences]
+
+    def _mask(self) -> Tensor | None:
+        mask = self.call.kwargs["attn_mask"]
+        batched = mask is not None and mask.dim() == 4 and mask.shape[0] > 1
+        return self._sequences(mask) if batched else mask
+
+    def _compare(self, fast: Tensor, exact: Tensor, low: Tensor, moved: Tensor) -> dict[str, float]:
+        return deviation(fast, exact, low, moved, dtype=self.call.q.dtype)
+
+    def forward(self) -> list[dict[str, Any]]:
+        """One dict of numbers per sampled head."""
+        where: dict[str, Any] = {"rows": self.rows, "heads": self.sample.heads, **self.options}
+        exact = attention_rows(self.q, self.k, self.v, dtype=self.dtype, **where)
+        moved = attention_rows(*self.moved, dtype=self.dtype, **where)
+        low = plain_attention(self.q, self.k, self.v, **where)
+        fast = self._sequences(self.call.out)[:, self.sample.heads][:, :, self.rows]
+        result = []
+        for i, head in enumerate(self.sample.heads):
+            numbers = self._compare(fast[:, i], exact.out[:, i], low[:, i], moved.out[:, i])
+            result.append(
+                {
+                    "head": head,
+                    **{key: numbers[key] for key in _OUT},
+                    "nonfinite": _unshared_nonfinite(numbers),
+                    "max_logit": exact.max_logit[:, i].max().item(),
+                    "entropy": exact.entropy[:, i].mean().item(),
+                }
+            )
+        return result
+
+    def queries_grad(self) -> list[dict[str, float]]:
+        """dq on the sampled rows, per sampled head."""
+        call, heads = self.call, self.sample.heads
+        assert call.grad_out is not None and call.dq is not None
+        where: dict[str, Any] = {"rows": self.rows, "heads": heads, **self.options}
+        grad_out = self._sequences(call.grad_out)[:, heads][:, :, self.rows]
+        exact, low, moved = self._grads(where, self.q, self.k, self.v, self.moved, grad_out)
+        low_rows = low[0][:, heads][:, :, self.rows]
+        fast = self._sequences(call.dq)[:, heads][:, :, self.rows]
+        return [
+            self._named("dq", fast[:, i], exact[0][:, i], low_rows[:, i], moved[0][:, i])
+            for i in range(len(heads))
+        ]
+
+    def keys_grad(self) -> dict[str, float]:
+        """dk and dv of the first sampled head's key head, over all rows."""
+        call = self.call
+        assert call.grad_out is not None and call.dk is not None and call.dv is not None
+        key_head = self.sample.heads[0] // self.group
+        queries = slice(key_head * self.group, (key_head + 1) * self.group)
+        keys = slice(key_head, key_head + 1)
+        q, k, v = self.q[:, queries], self.k[:, keys], self.v[:, keys]
+        moved_in = (self.moved[0][:, queries], self.moved[1][:, keys], self.moved[2][:, keys])
+        where = {**self.options, "mask": _mask_heads(self.options["mask"], queries)}
+        grad_out = self._sequences(call.grad_out)[:, queries]
+        exact, low, moved = self._grads(where, q, k, v, moved_in, grad_out)
+        dk, dv = self._sequences(call.dk)[:, keys], self._sequences(call.dv)[:, keys]
+        return self._named("dk", dk, exact[1], low[1], moved[1]) | self._named(
+            "dv", dv, exact[2], low[2], moved[2]
+        )
+
+    def _grads(
+        self,
+        where: dict[str, Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        moved_in: tuple[Tensor, ...],
+        grad_out: Tensor,
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+        exact = exact_attention_grad(q, k, v, grad_out, dtype=self.dtype, **where)
+        moved_out = perturb(grad_out, self.call.q.dtype, self.generator)
+        moved = exact_attention_grad(*moved_in, moved_out, dtype=self.dtype, **where)
+        with torch.enable_grad():
+            leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+            low = torch.autograd.grad(plain_attention(*leaves, **where), leaves, grad_out)
+        return exact, low, moved
+
+    def _named(self, name: str, *tensors: Tensor) -> dict[str, float]:
+        numbers = self._compare(*tensors)
+        named = {f"{name}_{key}": numbers[key] for key in _GRAD}
+        return {**named, f"{name}_nonfinite": _unshared_nonfinite(numbers)}
+
+
+def _unshared_nonfinite(numbers: dict[str, float]) -> float:
+    return float(max(0, numbers["nonfinite_fast"] - numbers["nonfinite_exact"]))
+
+
+def _mask_heads(mask: Tensor | None, queries: slice) -> Tensor | None:
+    per_head = mask is not None and mask.dim() >= 3 and mask.shape[-3] > 1
+    return mask[..., queries, :, :] if mask is not None and per_head else mask
+
+
+def _join_grads(row: dict[str, Any]) -> None:
+    for key in (*_GRAD, "nonfinite"):
+        parts = [row[f"{name}_{key}"] for name in ("dq", "dk", "dv") if f"{name}_{key}" in row]
+        if parts:
+            row[f"grad_{key}"] = sum(parts) if key == "nonfinite" else max(parts)

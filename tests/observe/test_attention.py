@@ -1,0 +1,139 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stabilitykit.observe.attention import Sample, measured, unmeasurable, worst
+from stabilitykit.observe.tap import Tap
+
+HEALTHY_FLOAT32 = 2e-6  # relative L2 of a float32 kernel over rows of up to 64 keys
+
+
+def call_of(dtype=torch.float32, heads=4, key_heads=4, length=32, scale=1.0, replace=None, **kwargs):
+    q = torch.randn(2, heads, length, 8).mul(scale).to(dtype).requires_grad_()
+    k, v = (torch.randn(2, key_heads, length, 8).to(dtype).requires_grad_() for _ in range(2))
+    calls = []
+    with Tap(nn.Identity(), calls.append, replace=replace):
+        out = F.scaled_dot_product_attention(q, k, v, **kwargs)
+        out.backward(torch.randn(out.shape).to(dtype))
+    return calls[0]
+
+
+def sample_of(call, heads=2, rows=16, sequences=1):
+    return Sample.draw(call, "seed", heads=heads, rows=rows, sequences=sequences)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"scale": 0.5}])
+def test_a_healthy_float32_kernel_is_close_in_everything(kwargs):
+    call = call_of(**kwargs)
+    row = measured(call, sample_of(call))
+    assert row["rel_l2"] < HEALTHY_FLOAT32
+    assert row["grad_rel_l2"] < HEALTHY_FLOAT32
+    assert 0 < row["roundoff_ratio"] < 100
+    assert row["nonfinite"] == row["grad_nonfinite"] == 0
+    assert 0 < row["entropy"] <= 1
+    assert row["backend"] == "flash"
+    assert row["dtype"] == "float32"
+    assert [head["head"] for head in row["heads"]] == sample_of(call).heads
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 32, 32), (1, 4, 32, 32), (32, 32), (2, 4, 32, 32)])
+def test_masks_follow_the_sample(shape):
+    mask = torch.rand(shape) > 0.3
+    mask[..., 0] = True
+    call = call_of(attn_mask=mask)
+    assert measured(call, sample_of(call, heads=3))["rel_l2"] < HEALTHY_FLOAT32
+
+
+def test_grouped_heads_are_compared_with_their_own_keys():
+    call = call_of(heads=6, key_heads=2, enable_gqa=True, is_causal=True)
+    row = measured(call, sample_of(call, heads=6))
+    assert row["rel_l2"] < HEALTHY_FLOAT32
+    assert row["grad_rel_l2"] < HEALTHY_FLOAT32
+
+
+def test_the_largest_logit_and_the_entropy_are_right_by_hand():
+    call = call_of(heads=1, key_heads=1, length=4)
+    sample = sample_of(call, heads=1, rows=4, sequences=2)
+    row = measured(call, sample)
+    logits = call.q.double() @ call.k.double().mT / math.sqrt(8)
+    p = logits.softmax(-1)
+    entropy = -(p * p.log()).sum(-1).mean() / math.log(4)
+    assert row["max_logit"] == pytest.approx(logits.max().item())
+    assert row["entropy"] == pytest.approx(entropy.item())
+
+
+def off_by_one(q, k, v, **kwargs):
+    shifted = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(-1)
+    shifted[0, 0] = True
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=shifted)
+
+
+def wrong_scale_in_head_2(q, k, v, **kwargs):
+    factor = torch.ones(4, 1, 1, dtype=q.dtype)
+    factor[2] = 1.5
+    return F.scaled_dot_product_attention(q * factor, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_planted_kernel_faults_stand_out(dtype):
+    healthy = call_of(dtype, is_causal=True)
+    faulty = call_of(dtype, is_causal=True, replace=off_by_one)
+    every = {"heads": 4, "rows": 32, "sequences": 2}
+    good, bad = (measured(call, sample_of(call, **every)) for call in (healthy, faulty))
+    assert bad["roundoff_ratio"] > 20 * good["roundoff_ratio"]
+    assert bad["grad_roundoff_ratio"] > 10 * good["grad_roundoff_ratio"]
+
+
+def test_the_faulty_head_is_named():
+    call = call_of(is_causal=True, replace=wrong_scale_in_head_2)
+    heads = measured(call, sample_of(call, heads=4))["heads"]
+    assert max(heads, key=lambda head: head["roundoff_ratio"])["head"] == 2
+
+
+def test_a_nan_of_the_kernel_is_counted_and_not_hidden():
+    def broken(q, k, v, **kwargs):
+        out = F.scaled_dot_product_attention(q, k, v, **kwargs)
+        return torch.where(torch.arange(8) == 3, torch.nan, out)
+
+    call = call_of(replace=broken)
+    row = measured(call, sample_of(call, rows=16))
+    assert row["nonfinite"] == 2 * 16
+    assert row["rel_l2"] == math.inf
+
+
+def test_dropout_in_the_kernel_is_a_reason_not_a_deviation():
+    call = call_of(dropout_p=0.1)
+    assert unmeasurable(call) == "dropout 0.1 in the kernel, its mask is not known"
+
+
+def test_the_sample_depends_on_the_seed_alone_and_fits_the_call():
+    call = call_of()
+    draws = [Sample.draw(call, "7/a", heads=2, rows=99, sequences=9) for _ in range(2)]
+    assert draws[0] == draws[1]
+    assert (draws[0].rows, draws[0].sequences) == (list(range(32)), [0, 1])
+    others = {tuple(Sample.draw(call, str(s), heads=2, rows=8, sequences=1).heads) for s in range(40)}
+    assert len(others) == 6  # every pair of 4 heads has its turn
+
+
+def test_a_head_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match=r"expected heads in 0\.\.3, got \[4, -1\]"):
+        Sample.draw(call_of(), "s", heads=[1, 4, -1], rows=1, sequences=1)
+
+
+def test_watching_draws_no_random_number():
+    call = call_of()
+    before = torch.get_rng_state()
+    measured(call, sample_of(call))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_worst_knows_which_way_is_bad():
+    rows = [
+        {"rel_l2": 1.0, "entropy": 0.5, "sign_bias": -3.0, "nonfinite": 1.0, "dtype": "x"},
+        {"rel_l2": 2.0, "entropy": 0.2, "sign_bias": 1.0, "nonfinite": 2.0},
+    ]
+    assert worst(rows) == {"rel_l2": 2.0, "entropy": 0.2, "sign_bias": -3.0, "nonfinite": 3.0}
+    assert math.isnan(worst([{"a": 1.0}, {"a": math.nan}])["a"])

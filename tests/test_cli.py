@@ -1,0 +1,141 @@
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stabilitykit.cli import main, one_line
+from stabilitykit.records import Record
+from stabilitykit.runlog import RunLog
+
+ROOT = Path(__file__).parents[1]
+
+
+def error_of(capsys, argv):
+    code = main(argv)
+    told = capsys.readouterr()
+    assert code == 2
+    assert told.out == ""
+    lines = told.err.strip().splitlines()
+    assert len(lines) == 1, told.err
+    assert lines[0].startswith("stabilitykit: error: ")
+    return lines[0]
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    log = RunLog(tmp_path)
+    for step in range(60):
+        log.write(Record(step, 1, "loss", {"loss/value": 9.0 if step == 50 else 2.5 + 0.01 * (step % 5)}))
+    return tmp_path
+
+
+@pytest.fixture
+def loss_csv(tmp_path):
+    rows = [f"{i},{9.0 if i == 150 else 2.5 + 0.01 * (i % 7)}" for i in range(200)]
+    (tmp_path / "log.csv").write_text("\n".join(["step,loss", *rows]) + "\n")
+    return tmp_path / "log.csv"
+
+
+def test_no_command_or_a_wrong_one_lists_those_there_are(capsys):
+    assert main([]) == 2
+    assert "fit, report, spikes" in capsys.readouterr().out
+    assert "expected a command (fit, report, spikes), got 'train'" in error_of(capsys, ["train"])
+
+
+@pytest.mark.parametrize("command", ["fit", "report", "spikes"])
+def test_every_command_has_help(capsys, command):
+    assert main([command, "--help"]) == 0
+    assert "usage" in capsys.readouterr().out.lower()
+
+
+def test_report_writes_html_and_prints_text(capsys, run_folder):
+    assert main(["report", str(run_folder)]) == 0
+    path = Path(capsys.readouterr().out.strip())
+    assert path == run_folder / "report.html"
+    assert path.read_text().startswith("<!doctype html>") or "<html" in path.read_text()[:200]
+    assert main(["report", str(run_folder), "--format", "text"]) == 0
+    assert "60" in capsys.readouterr().out
+
+
+def test_report_of_nothing_is_one_line(capsys, tmp_path):
+    assert f"got {tmp_path}" in error_of(capsys, ["report", str(tmp_path)])
+    assert "nowhere" in error_of(capsys, ["report", str(tmp_path / "nowhere")])
+    (tmp_path / "records.jsonl").write_text("")
+    assert "record" in error_of(capsys, ["report", str(tmp_path)])
+
+
+def test_spikes_prints_one_json_document(capsys, loss_csv):
+    assert main(["spikes", str(loss_csv), "--format", "json"]) == 0
+    events = json.loads(capsys.readouterr().out)
+    assert [(event["kind"], event["start"]) for event in events] == [("spike", 150)]
+    assert list(events[0]) == [
+        "id", "kind", "start", "onset", "end", "peak", "peak_step", "baseline", "score", "recurs_every",
+    ]  # fmt: skip
+
+
+def test_spikes_can_fail_a_pipeline(capsys, loss_csv):
+    assert main(["spikes", str(loss_csv), "--fail-on-spike"]) == 1
+    assert "150" in capsys.readouterr().out
+    clean = loss_csv.with_name("clean.csv")
+    clean.write_text(loss_csv.read_text().replace("150,9.0", "150,2.5"))
+    assert main(["spikes", str(clean), "--fail-on-spike"]) == 0
+    assert capsys.readouterr().out == "no events\n"
+
+
+def test_spikes_reads_our_own_records(capsys, run_folder):
+    assert main(["spikes", str(run_folder), "--format", "json"]) == 0
+    assert [event["start"] for event in json.loads(capsys.readouterr().out)] == [50]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "empty"),
+        ("step,value\n1,2\n", "value"),
+        ("step,loss\n1,high\n", "high"),
+    ],
+)
+def test_spikes_names_what_is_wrong_with_the_log(capsys, tmp_path, text, named):
+    (tmp_path / "log.csv").write_text(text)
+    assert named in error_of(capsys, ["spikes", str(tmp_path / "log.csv")])
+
+
+def test_unknown_options_are_one_line(capsys, loss_csv):
+    assert "--colour" in error_of(capsys, ["spikes", str(loss_csv), "--colour"])
+    assert "yaml" in error_of(capsys, ["spikes", str(loss_csv), "--format", "yaml"])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (["--trainer.max_stepz=3"], "max_stepz"),
+        (["--model.init_args.depth=3"], "depth"),
+        (["--data.init_args.path=/nowhere/at/all"], "/nowhere/at/all"),
+        (["--trainer.callbacks.every_n_steps=0"], "every_n_steps"),
+        (["--trainer.callbacks+=stabilitykit.AttentionMonitor"], "one monitor of each kind"),
+        (["--model.init_args.heads=3"], "heads"),
+        (["--data.init_args.context=512"], "512"),
+    ],
+)
+def test_a_wrong_recipe_is_one_line(capsys, tmp_path, change, named):
+    where = [f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=false", "--trainer.max_steps=1"]
+    recipe = ["fit", "--config", str(ROOT / "recipes/gpt-nano.yaml"), *where]
+    assert named in error_of(capsys, [*recipe, *change])
+
+
+def test_report_and_spikes_answer_within_a_second(loss_csv, run_folder):
+    for argv in (["spikes", str(loss_csv)], ["report", str(run_folder)]):
+        times = []
+        for _ in range(3):
+            started = time.perf_counter()
+            subprocess.run([sys.executable, "-m", "stabilitykit.cli", *argv], check=True, capture_output=True)
+            times.append(time.perf_counter() - started)
+        assert min(times) < 1.0
+
+
+def test_line_breaks_are_folded():
+    assert one_line(ValueError("a\n\n  b")) == "a b"
+    assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"

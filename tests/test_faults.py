@@ -1,0 +1,157 @@
+import logging
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader
+
+from stabilitykit.faults import PlantedBatch, spoilt
+from stabilitykit.gpt.module import GPTModule, TextData
+
+KINDS = ["random_bytes", "repeated_byte", "shuffled_labels"]
+STEPS, AT = 8, 5
+
+
+class Witness(pl.Callback):
+    def __init__(self):
+        self.batches, self.validation = [], []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches.append(batch)
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.validation.append(batch)
+
+
+class Saver(pl.Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.save_checkpoint(self.folder / f"{trainer.fit_loop.total_batch_idx + 1}.ckpt")
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "a.txt").write_text("the quick brown fox " * 50)
+    return TextData(str(tmp_path / "a.txt"), batch_size=2, context=8, validation_batches=3, vocab_size=256)
+
+
+def run(data, *callbacks, resume=None, **how) -> Witness:
+    pl.seed_everything(0, verbose=False)
+    witness = Witness()
+    trainer = pl.Trainer(
+        **{
+            "accelerator": "cpu",
+            "max_steps": STEPS,
+            "limit_train_batches": 3,  # the count is of the run, not of an epoch
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+            "callbacks": [witness, *callbacks],
+            **how,
+        }
+    )
+    trainer.fit(GPTModule(context=8, layers=1, heads=2, width=8), data, ckpt_path=resume)
+    return witness
+
+
+def equal(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_training_batch_is_spoilt_and_nothing_else(data, kind):
+    healthy = run(data)
+    planted = run(PlantedBatch(data, at_batch=AT, kind=kind))
+    assert len(healthy.batches) == len(planted.batches) == STEPS
+    same = [equal(a, b) for a, b in zip(healthy.batches, planted.batches, strict=True)]
+    assert same == [index != AT for index in range(STEPS)]
+    assert all(equal(a, b) for a, b in zip(healthy.validation, planted.validation, strict=True))
+    assert len(planted.validation) >= 3
+
+
+def test_it_says_so_once(data, caplog):
+    caplog.set_level(logging.INFO)
+    run(PlantedBatch(data, at_batch=AT))
+    said = [line for line in caplog.messages if "planted fault" in line]
+    assert said == ["stabilitykit: planted fault: batch 5 is replaced by random_bytes"]
+
+
+@pytest.mark.parametrize("start", [2, 3, 5, 6])
+def test_a_resumed_run_is_spoilt_in_the_same_place(data, tmp_path, start):
+    whole = run(PlantedBatch(data, at_batch=AT), Saver(tmp_path))
+    rest = run(PlantedBatch(data, at_batch=AT), resume=tmp_path / f"{start}.ckpt")
+    assert len(rest.batches) == STEPS - start
+    assert all(equal(a, b) for a, b in zip(whole.batches[start:], rest.batches, strict=True))
+
+
+def test_batches_are_counted_not_steps(data):
+    planted = run(PlantedBatch(data, at_batch=4), accumulate_grad_batches=2, limit_train_batches=4)
+    healthy = run(data, accumulate_grad_batches=2, limit_train_batches=4)
+    assert len(planted.batches) == 2 * STEPS
+    same = [equal(a, b) for a, b in zip(healthy.batches, planted.batches, strict=True)]
+    assert [index for index, unspoilt in enumerate(same) if not unspoilt] == [4]
+
+
+# Lightning says what this test is about: that there is no validation.
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
+@pytest.mark.filterwarnings("ignore:The .train_dataloader. does not have many workers")
+def test_what_the_data_lack_the_planted_data_lack(tmp_path):
+    """A user's own data module: no validation, a torch loader, hooks and a state of its own."""
+
+    class Own(pl.LightningDataModule):
+        def train_dataloader(self):
+            assert self.trainer is not None
+            return DataLoader([(torch.arange(8), torch.arange(8))] * 6, batch_size=2)
+
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return [tensor + 1 for tensor in batch]
+
+        def state_dict(self):
+            return {"own": 1}
+
+        def load_state_dict(self, state):
+            self.loaded = state
+
+    data = Own()
+    witness = run(PlantedBatch(data, at_batch=1), Saver(tmp_path))
+    assert witness.validation == []
+    assert witness.batches[0][0].tolist() == [list(range(1, 9))] * 2
+    assert witness.batches[1][0].tolist() != witness.batches[0][0].tolist()
+    again = Own()
+    run(PlantedBatch(again, at_batch=1), resume=tmp_path / "3.ckpt")
+    assert again.loaded == {"own": 1}
+
+
+def test_each_kind_is_what_it_says():
+    inputs = torch.arange(60).view(3, 20)
+    batch = (inputs, inputs + 1)
+    new_inputs, new_targets = spoilt(batch, "random_bytes", seed=0)
+    assert new_inputs.shape == new_targets.shape == (3, 20)
+    assert new_inputs.dtype == new_targets.dtype == torch.int64
+    assert torch.equal(new_inputs[:, 1:], new_targets[:, :-1])  # a stream, as text is
+    assert len(new_inputs.unique()) > 40
+    assert new_inputs.min() >= 0
+    assert new_inputs.max() < 256
+    new_inputs, new_targets = spoilt(batch, "repeated_byte", seed=0)
+    assert len(torch.cat((new_inputs, new_targets)).unique()) == 1
+    new_inputs, new_targets = spoilt(batch, "shuffled_labels", seed=0)
+    assert torch.equal(new_inputs, inputs)
+    assert not torch.equal(new_targets, inputs + 1)
+    assert torch.equal(new_targets.flatten().sort().values, (inputs + 1).flatten())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_seed_decides(kind):
+    batch = (torch.arange(60).view(3, 20), torch.arange(60).view(3, 20))
+    assert equal(spoilt(batch, kind, seed=1), spoilt(batch, kind, seed=1))
+    assert not equal(spoilt(batch, kind, seed=1), spoilt(batch, kind, seed=2))
+
+
+def test_bad_arguments_are_named(data):
+    with pytest.raises(ValueError, match="at_batch >= 0, got -1"):
+        PlantedBatch(data, at_batch=-1)
+    with pytest.raises(ValueError, match="random_bytes, repeated_byte, shuffled_labels, got 'x'"):
+        PlantedBatch(data, at_batch=1, kind="x")
