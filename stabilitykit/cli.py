@@ -2,8 +2,11 @@
 
 import argparse
 import json
+import logging
+import os
 import sys
 import traceback
+import warnings
 import webbrowser
 from collections.abc import Callable
 from pathlib import Path
@@ -94,7 +97,8 @@ def spikes(argv: list[str]) -> int:
     )
     parser.add_argument("--fail-on-spike", action="store_true", help="exit with 1 when there is an event")
     args = parser.parse_args(argv)
-    from stabilitykit.readers.losses import find_events, read_losses
+    from stabilitykit.numerics.history import find_events
+    from stabilitykit.readers.losses import read_losses
 
     losses = read_losses(
         Path(args.log),
@@ -132,6 +136,9 @@ def _cell(value: Any) -> str:
 
 def fit(argv: list[str]) -> int:
     """Trains from a recipe; ends with what was seen, what it cost and where the report lies."""
+    # Two of Lightning's own deprecations; nothing the user can mend.
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     from lightning_fabric.utilities.exceptions import MisconfigurationException
     from pytorch_lightning.cli import LightningCLI
 
@@ -141,6 +148,10 @@ def fit(argv: list[str]) -> int:
         def add_arguments_to_parser(self, parser: Any) -> None:
             parser.add_argument("--ckpt_path", type=str | None, default=None, help="resume from here")
 
+        def parse_arguments(self, parser: Any, args: Any) -> None:
+            self.config = parser.parse_args(args)  # Lightning's own warns of arguments that are not sys.argv
+
+    logging.disable(logging.INFO)  # Lightning's greetings: an error of the recipe stands alone
     try:
         cli = FitCLI(
             args=argv,
@@ -149,8 +160,10 @@ def fit(argv: list[str]) -> int:
             subclass_mode_data=True,
             parser_kwargs={"prog": "stabilitykit fit", "exit_on_error": False},
         )
-    except MisconfigurationException as problem:
+    except (MisconfigurationException, RuntimeError) as problem:  # e.g. two callbacks of one class
         raise ValueError(one_line(problem)) from problem
+    finally:
+        logging.disable(logging.NOTSET)
     started = cli.trainer.global_step
     try:
         cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.config.ckpt_path)

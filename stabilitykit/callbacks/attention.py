@@ -1,5 +1,6 @@
 """AttentionMonitor: on due steps, how far the attention kernels are from exact attention."""
 
+import math
 import platform
 from fnmatch import fnmatch
 from typing import Any, Literal
@@ -186,7 +187,8 @@ def _worst_ranks(mine: dict[str, Any]) -> dict[str, Any]:
 
 def _badness(row: dict[str, Any]) -> tuple[float, float]:
     count = row["nonfinite"] + row.get("grad_nonfinite", 0.0)
-    return count, max(row["roundoff_ratio"], row.get("grad_roundoff_ratio", 0.0))
+    ratios = (row["roundoff_ratio"], row.get("grad_roundoff_ratio", 0.0))
+    return count, max(math.inf if math.isnan(ratio) else ratio for ratio in ratios)
 
 
 def _per_layer(layers: dict[str, Any]) -> dict[str, float]:

@@ -1,0 +1,91 @@
+"""What to show of a run, declared once: the page and the workspaces of loggers are made from it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stabilitykit.catalog import CATALOG, family
+
+Form = Literal["curve", "layers over time", "layer x head heat map", "cost bars"]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One picture: catalog `keys` of one record `kind`, drawn in one `form`."""
+
+    title: str
+    kind: str
+    keys: tuple[str, ...]
+    form: Form
+
+    @property
+    def help(self) -> tuple[str, ...]:
+        """One sentence per key: what the number means, in the catalog's words."""
+        return tuple(explain(key) for key in self.keys)
+
+
+# Record kind -> section of the page; a new family is one line here and its panels below.
+SECTIONS: dict[str, str] = {
+    "loss": "Loss",
+    "attention": "Attention",
+    "overhead": "Cost of watching",
+}
+
+PANELS: tuple[Panel, ...] = (
+    Panel(
+        "Loss, gradient norm and score",
+        "loss",
+        ("loss/value", "loss/grad_norm", "loss/score"),
+        "curve",
+    ),
+    Panel(
+        "Deviation of the output, per layer",
+        "attention",
+        ("attention/roundoff_ratio",),
+        "layers over time",
+    ),
+    Panel(
+        "Deviation of the gradients, per layer",
+        "attention",
+        ("attention/grad_roundoff_ratio",),
+        "layers over time",
+    ),
+    Panel(
+        "Layers and heads",
+        "attention",
+        (
+            "attention/roundoff_ratio",
+            "attention/grad_roundoff_ratio",
+            "attention/rel_l2",
+            "attention/max_logit",
+            "attention/entropy",
+        ),
+        "layer x head heat map",
+    ),
+    Panel("Largest logit, per layer", "attention", ("attention/max_logit",), "layers over time"),
+    Panel("Attention entropy, per layer", "attention", ("attention/entropy",), "layers over time"),
+    Panel(
+        "Time taken by each monitor",
+        "overhead",
+        tuple(metric.key for metric in family("overhead")),
+        "cost bars",
+    ),
+)
+
+
+def name_of(key: str) -> str:
+    """The key's last part, as a reader says it; a family's plain value has the family's name.
+
+    >>> name_of("attention/grad_roundoff_ratio"), name_of("loss/value")
+    ('gradient roundoff ratio', 'loss')
+    """
+    words = key.removesuffix("/value").rpartition("/")[2].removesuffix("_percent").split("_")
+    return " ".join("gradient" if word == "grad" else word for word in words)
+
+
+def explain(key: str) -> str:
+    """One sentence: the key's name and meaning, with unit and source where there are any."""
+    metric = CATALOG[key]
+    source = f" [{metric.source}]" if metric.source else ""
+    unit = f" ({metric.unit})" if metric.unit else ""
+    name = name_of(key)
+    return f"{name[0].upper()}{name[1:]}{unit}: {metric.meaning}{source}."

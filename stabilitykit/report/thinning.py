@@ -1,0 +1,55 @@
+"""Long curves made short without losing an extreme, a flagged step or a gap."""
+
+import math
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+
+def thin(values: Sequence[float], limit: int = 2000, *, keep: Collection[int] = ()) -> list[int]:
+    """Sorted positions to draw: about `limit` of them, or all when there are no more than that.
+
+    Of each of `limit / 2` equal stretches the lowest and the highest finite value stay (min-max
+    decimation), as do both ends and every position in `keep`.
+
+    >>> thin([0, 0, 0, 9, 0, 0, -5, 0], 2)
+    [0, 3, 6, 7]
+    """
+    count = len(values)
+    if count <= limit:
+        return list(range(count))
+    kept = {0, count - 1, *keep}
+    stretches = max(1, limit // 2)
+    for number in range(stretches):
+        stretch = range(number * count // stretches, (number + 1) * count // stretches)
+        finite = [at for at in stretch if math.isfinite(values[at])]
+        if finite:
+            kept.add(min(finite, key=values.__getitem__))
+            kept.add(max(finite, key=values.__getitem__))
+    return sorted(kept)
+
+
+def with_gaps(
+    steps: Sequence[int], values: Sequence[float], limit: int = 2000, *, keep: Collection[int] = ()
+) -> tuple[list[int], list[float | None]]:
+    """The thinned curve (x, y); y is None where a value, drawn or thinned away, is not finite.
+
+    >>> with_gaps([0, 1, 2], [1.0, float("nan"), 2.0])
+    ([0, 1, 2], [1.0, None, 2.0])
+    """
+    bad = [at for at, value in enumerate(values) if not math.isfinite(value)]
+    thinned = thin(values, limit, keep=keep)
+    drawn = sorted({*thinned, *_one_per_gap(thinned, bad)})
+    shown = [values[at] for at in drawn]
+    return [steps[at] for at in drawn], [v if math.isfinite(v) else None for v in shown]
+
+
+def _one_per_gap(drawn: list[int], bad: list[int]) -> list[int]:
+    """Between every two drawn positions the first bad one: enough to break the line there."""
+    found, ahead = [], iter(bad)
+    at = next(ahead, None)
+    for left, right in pairwise(drawn):
+        while at is not None and at <= left:
+            at = next(ahead, None)
+        if at is not None and at < right:
+            found.append(at)
+    return found

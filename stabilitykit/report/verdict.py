@@ -1,0 +1,169 @@
+"""In plain words: is anything wrong, where, since when; deviation and timing, never a cause."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from stabilitykit.records import Record
+from stabilitykit.report.limits import COUNTS, RATIOS, Reading, readings, worst_reading
+from stabilitykit.report.panels import name_of
+from stabilitykit.report.reading import Layers, counted, events, layers, number, show
+from stabilitykit.runlog import Records
+
+State = Literal["good", "bad", "unknown"]
+LOSS_NOUNS = {
+    "spike": "loss spike",
+    "divergence": "loss divergence",
+    "nonfinite": "non-finite loss",
+    "shift": "loss shift",
+    "transient": "start-up transient",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence about one `subject`; `since` is the first bad step, `over`: it has ended."""
+
+    subject: str
+    state: State
+    text: str
+    since: int | None = None
+    over: bool = False
+
+
+def findings(records: Records) -> list[Finding]:
+    """What was found on every subject, watched or not; the loss first."""
+    return [*_loss(records), *_attention(records.of("attention")), *_others(records)]
+
+
+def headline(found: list[Finding]) -> tuple[State, str]:
+    """The state of the whole run and one sentence.
+
+    >>> headline([Finding("the loss", "good", ""), Finding("attention", "unknown", "")])
+    ('good', 'Nothing wrong was seen in the loss.')
+    """
+    bad = [finding for finding in found if finding.state == "bad"]
+    if bad:
+        now = [finding for finding in bad if not finding.over]
+        where = _listed(finding.subject for finding in now or bad)
+        first = min(finding.since for finding in now or bad if finding.since is not None)
+        if now:
+            return "bad", f"Something is off in {where}, since step {first}."
+        return "bad", f"Something was off in {where}, first at step {first}; it is over."
+    good = _listed((f.subject for f in found if f.state == "good"), "or")
+    return ("good", f"Nothing wrong was seen in {good}.") if good else ("unknown", "Nothing was judged.")
+
+
+def _loss(records: Records) -> Iterator[Finding]:
+    rows = [row for row in records.of("loss") if "loss/value" in row.values]
+    if not rows:
+        yield Finding("the loss", "unknown", "The loss was not watched in this run.")
+        return
+    last = records.rows[-1].step
+    flagged = [event for event in events(records) if _is_loss(event)]
+    for kind, noun in LOSS_NOUNS.items():
+        if same := [event for event in flagged if event["kind"] == kind]:
+            yield Finding("the loss", "bad", _event_sentence(noun, same, last), same[0]["start"], _over(same))
+    lost = [row.step for row in rows if not math.isfinite(row.values["loss/value"])]
+    if lost and not any(event["kind"] == "nonfinite" for event in flagged):
+        where = f"{counted(len(lost), 'step')}, first at step {lost[0]}"
+        text = f"The loss is not a finite number on {where}."
+        yield Finding("the loss", "bad", text, lost[0], lost[-1] < rows[-1].step)
+    if not flagged and not lost:
+        text = f"Loss: nothing wrong: no event in {counted(len(rows), 'step')}."
+        yield Finding("the loss", "good", text)
+
+
+def _is_loss(event: dict[str, Any]) -> bool:
+    return event.get("kind") in LOSS_NOUNS and "loss" in str(event.get("monitor", "loss")).lower()
+
+
+def _over(flagged: list[dict[str, Any]]) -> bool:
+    return all(event.get("end") is not None for event in flagged)
+
+
+def _event_sentence(noun: str, flagged: list[dict[str, Any]], last: int) -> str:
+    """Up to three events in full, the others counted."""
+    told = "; ".join(_tell(event, last) for event in flagged[:3])
+    more = f"; and {len(flagged) - 3} more, the last at step {flagged[-1]['start']}"
+    return f"{counted(len(flagged), noun)}, {told}{more if len(flagged) > 3 else ''}."
+
+
+def _tell(event: dict[str, Any], last: int) -> str:
+    peak, baseline = number(event.get("peak")), number(event.get("baseline"))
+    sizes = f" ({show(peak)} against a baseline of {show(baseline)})"
+    end = event.get("end")
+    until = f"still open at step {last}" if end is None else f"over at step {end}"
+    return f"at step {event['start']}{sizes if math.isfinite(baseline) else ''}, {until}"
+
+
+def _attention(rows: list[Record]) -> Iterator[Finding]:
+    found = layers(rows)
+    skipped = {name: why for row in rows for name, why in row.detail.get("skipped", {}).items()}
+    if not rows:
+        yield Finding("attention", "unknown", "Attention was not watched in this run, or no step was due.")
+    elif not found and not skipped:
+        text = f"AttentionMonitor saw no attention call on {counted(len(rows), 'measured step')}."
+        yield Finding("attention", "unknown", text)
+    if found:
+        yield from _judged(found)
+    for why in dict.fromkeys(skipped.values()):
+        names = [name for name, reason in skipped.items() if reason == why]
+        text = f"Attention was not measured in {counted(len(names), 'layer')} ({names[0]}): {why}."
+        yield Finding("attention", "unknown", text)
+
+
+def _judged(found: Layers) -> Iterator[Finding]:
+    wrong = False
+    ratios = [reading for key in RATIOS for reading in readings(found, key)]
+    for key in (*COUNTS, *RATIOS):
+        over = [reading for reading in readings(found, key) if reading.share >= 1]
+        if over:
+            wrong = True
+            yield _off(over, found)
+    blind = [r for r in ratios if math.isnan(r.value)]
+    if blind:
+        text = (
+            f"Attention could not be judged {counted(len(blind), 'time')}: {name_of(blind[0].key)} "
+            f"is not a number, first in {blind[0].layer} at step {blind[0].step}."
+        )
+        yield Finding("attention", "unknown", text)
+    worst = worst_reading(found)
+    if worst and not wrong:
+        text = f"Attention: nothing wrong: worst {worst} at step {worst.step}."
+        yield Finding("attention", "good", text)
+    elif not worst and not wrong and not blind:
+        yield Finding("attention", "unknown", "Attention was seen, but nothing of it was judged.")
+
+
+def _off(over: list[Reading], found: Layers) -> Finding:
+    over = sorted(over, key=lambda reading: reading.step)
+    worst, first, last = max(over, key=lambda reading: reading.share), over[0].step, over[-1].step
+    measured = max(step for points in found.values() for step, _ in points)
+    affected = {reading.layer for reading in over}
+    where = f"in {len(affected)} of {counted(len(found), 'layer')}"
+    if worst.key in COUNTS:
+        part = "gradients" if "grad_" in worst.key else "output"
+        what = f"{worst.value:.0f} NaN or inf in the {part} of {worst.place}"
+    else:
+        what = str(worst)
+    if last == first:
+        when = f"at step {first}"
+    else:
+        when = f"since step {first}, worst at step {worst.step}, last seen at step {last}"
+    return Finding("attention", "bad", f"Attention is off: {what}, {when}, {where}.", first, last < measured)
+
+
+def _others(records: Records) -> Iterator[Finding]:
+    """Events of monitors without sentences of their own, in the monitor's words."""
+    for event in events(records):
+        if not _is_loss(event) and "attention" not in str(event.get("monitor", "")).lower():
+            kind, start, message = event.get("kind", "event"), event["start"], event.get("message")
+            text = f"{kind} at step {start}" + (f": {message}" if message else "") + "."
+            subject = str(event.get("monitor", "another monitor"))
+            yield Finding(subject, "bad", text, start, event.get("end") is not None)
+
+
+def _listed(subjects: Iterable[str], word: str = "and") -> str:
+    return f" {word} in ".join(dict.fromkeys(subjects))

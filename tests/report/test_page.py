@@ -1,0 +1,225 @@
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stabilitykit.records import Record
+from stabilitykit.report.page import text_report, write_report
+from stabilitykit.runlog import RunLog, start_attempt
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
+HOSTILE = "</script><b id=planted>blocks</b>.0<!--<script>"
+browser = pytest.mark.skipif(not CHROMIUM, reason="no browser: set CHROMIUM or install chromium")
+
+
+def attention(step: int, *names: str) -> Record:
+    def numbers(value: float) -> dict[str, float]:
+        return {"roundoff_ratio": value, "grad_roundoff_ratio": 1.2, "max_logit": 4.0, "entropy": 0.5}
+
+    layers: dict[str, Any] = {
+        name: {"dtype": "bfloat16", **numbers(1.1), "heads": [{"head": step % 3, **numbers(1.1)}]}
+        for name in names
+    }
+    return Record(step, 1, "attention", {}, {"layers": layers})
+
+
+def spike(step: int, end: int | None) -> Record:
+    detail = {"id": 0, "kind": "spike", "start": 20, "onset": 20, "end": end, "peak": 6.1}
+    more = {"peak_step": 20, "baseline": 2.6, "score": 14.0, "monitor": "LossMonitor"}
+    return Record(step, 1, "event", {}, {**detail, **more, "message": f"spike {HOSTILE}"})
+
+
+def run_folder(base: Path, *rows: Record, meta: dict[str, Any] | None = None) -> Path:
+    folder = base / "stability"
+    folder.mkdir(parents=True)
+    start_attempt(folder, meta or {"versions": {"torch": "2.13"}, "config": {"a": {"b": 1}}}, None)
+    log = RunLog(folder)
+    for row in rows:
+        log.write(row)
+    return folder
+
+
+def rows_of_a_run(*names: str) -> list[Record]:
+    values = [2.0 + (4.1 if step == 20 else 0.01 * (step % 5)) for step in range(40)]
+    rows = [
+        Record(s, 1, "loss", {"loss/value": v, "loss/grad_norm": 1.0, "loss/score": 0.0})
+        for s, v in enumerate(values)
+    ]
+    cost = {"overhead/loss_percent": 0.2, "overhead/total_percent": 0.2}
+    rows += [attention(9, *names), attention(19, *names), Record(39, 1, "overhead", cost)]
+    return [*rows, spike(20, None), spike(23, 23)]
+
+
+def browse(page: Path, tmp: Path) -> tuple[str, list[str], set[str]]:
+    """The page's DOM after its scripts ran, its console lines, and every URL it asked for."""
+    net = tmp / "net.json"
+    # No name resolves: neither a page that asks nor the browser's own habits leave this machine.
+    quiet = "background-networking component-update sync default-apps extensions quic gpu"
+    done = subprocess.run(
+        [
+            str(CHROMIUM),
+            "--headless",
+            "--no-sandbox",
+            "--no-first-run",
+            "--no-proxy-server",
+            *(f"--disable-{what}" for what in quiet.split()),
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            "--enable-logging=stderr",
+            "--v=0",
+            "--window-size=1200,6000",
+            "--virtual-time-budget=10000",
+            f"--user-data-dir={tmp / 'profile'}",
+            f"--log-net-log={net}",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    requests = [event.get("params", {}) for event in json.loads(net.read_text())["events"]]
+    # The browser's own requests (its clock, its updates) have no origin; a page's have one.
+    own = "not an origin"
+    asked = {r["url"] for r in requests if "url" in r and r.get("initiator", own) != own}
+    return done.stdout, console, asked
+
+
+def drawn(dom: str) -> int:
+    return len(re.findall(r'class="plot js-plotly-plot', dom))
+
+
+@browser
+def test_a_browser_draws_every_plot_with_no_error_and_no_request(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, *rows_of_a_run("m.0.attn", "m.1.attn"))
+    dom, console, asked = browse(write_report(tmp_path), tmp_path)
+    assert console == []
+    assert asked == set()
+    assert drawn(dom) == 7
+    assert "<select" in dom
+    assert "1 loss spike, at step 20 (6.1 against a baseline of 2.6), over at step 23." in dom
+    assert (folder / "report.html").is_file()
+
+
+@browser
+def test_the_browser_check_sees_an_error_and_a_request(tmp_path: Path) -> None:
+    run_folder(tmp_path, *rows_of_a_run("a"))
+    page = write_report(tmp_path)
+    planted = '<img src="http://127.0.0.1:9/planted.png"><script>planted()</script></body>'
+    text = page.read_text().replace("</body>", planted)
+    page.write_text(text.replace("img-src data:", "img-src http: data:"))
+    _, console, asked = browse(page, tmp_path)
+    assert len(console) == 1
+    assert "planted is not defined" in console[0]
+    assert asked == {"http://127.0.0.1:9/planted.png"}
+
+
+@browser
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    meta = {"config": {HOSTILE: HOSTILE}}
+    run_folder(tmp_path, *rows_of_a_run(HOSTILE, "x.1"), meta=meta)
+    dom, console, _ = browse(write_report(tmp_path), tmp_path)
+    assert console == []
+    assert drawn(dom) == 7
+    assert "<b id=" not in dom
+    assert "&lt;b id=planted&gt;" in dom
+
+
+@browser
+def test_a_run_with_nothing_but_nan_and_an_empty_attention_record(tmp_path: Path) -> None:
+    rows = [Record(step, 1, "loss", {"loss/value": math.nan}) for step in range(9)]
+    run_folder(tmp_path, *rows, attention(8))
+    dom, console, _ = browse(write_report(tmp_path), tmp_path)
+    assert console == []
+    assert drawn(dom) == 1
+    assert "AttentionMonitor saw no attention call on 1 measured step." in dom
+
+
+def test_the_page_forbids_every_request_and_asks_for_no_icon(tmp_path: Path) -> None:
+    run_folder(tmp_path, *rows_of_a_run("a"))
+    page = write_report(tmp_path, tmp_path / "out.html").read_text(encoding="utf-8")
+    head = page[: page.index("<style>")]
+    assert "default-src 'none'" in head
+    assert 'rel="icon" href="data:' in head
+    assert '<html lang="en">' in head
+    assert f"<title>{tmp_path.parent.name}/{tmp_path.name} " in head
+    # Nothing but the escaped end tags may close a script element early.
+    assert page.count("</script") == page.count("<script") - page.count("x3cscript") == 3
+
+
+def test_figures_in_the_page_are_what_the_records_hold(tmp_path: Path) -> None:
+    run_folder(tmp_path, *rows_of_a_run(HOSTILE))
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    text = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page)
+    assert text is not None
+    loss = json.loads(text[1])[0]["data"][0]
+    assert loss["x"] == list(range(40))
+    assert loss["y"][20] == 6.1
+
+
+def test_the_text_report_of_a_run(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, *rows_of_a_run("m.0.attn", "m.1.attn"))
+    with (folder / "records.jsonl").open("a") as file:
+        file.write('{"step": 40')
+    text = text_report(folder)
+    assert text.splitlines()[:6] == [
+        "Something was off in the loss, first at step 20; it is over.",
+        "",
+        "- 1 loss spike, at step 20 (6.1 against a baseline of 2.6), over at step 23.",
+        "- Attention: nothing wrong: worst gradient roundoff ratio 1.2 (limit 3 for",
+        "  bfloat16) in m.0.attn head 0 at step 9.",
+        "",
+    ]
+    assert "Not readable  1 line of the log" in text
+    assert "! records.jsonl:46: a torn last line was skipped (11 characters)" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_what_could_not_be_read_is_on_the_page(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, *rows_of_a_run("a"))
+    with (folder / "records.jsonl").open("a") as file:
+        file.write("<not a record>\n" * 7)
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "records.jsonl:46: an unreadable line was skipped" in page
+    assert "<li>and 2 more</li>" in page
+
+
+def test_a_folder_without_a_readable_record_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected a folder with records\.jsonl"):
+        write_report(tmp_path)
+    folder = run_folder(tmp_path)
+    (folder / "records.jsonl").write_text("nothing\n")
+    message = r"^expected records in .*records\.jsonl, got none that can be read \(1 skipped\)$"
+    for report in (write_report, text_report):
+        with pytest.raises(ValueError, match=message):
+            report(tmp_path)
+
+
+def test_fifty_thousand_steps_take_less_than_two_seconds(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    rows = (
+        Record(s, 1, "loss", {"loss/value": 2 + math.sin(s), "loss/grad_norm": 1.0 + s % 3})
+        for s in range(50_000)
+    )
+    lines = [json.dumps(row.to_json()) + "\n" for row in rows]
+    (folder / "records.jsonl").write_text("".join(lines))
+    started = time.process_time()  # of this process alone: others may keep the cores busy
+    page = write_report(tmp_path)
+    assert time.process_time() - started < 2
+    assert page.stat().st_size < 3_000_000
+
+
+def test_the_report_loads_neither_torch_nor_numpy_nor_lightning() -> None:
+    heavy = ["torch", "numpy", "wandb", "lightning", "pytorch_lightning", "scipy"]
+    code = f"import sys, stabilitykit.report.page; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
