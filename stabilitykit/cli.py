@@ -33,10 +33,22 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"expected a command ({', '.join(commands)}), got {args[0]!r}")
         return commands[args[0]](args[1:])
     except (ValueError, OSError, argparse.ArgumentError) as problem:
-        print(f"stabilitykit: error: {one_line(problem)}", file=sys.stderr)
+        print(f"stabilitykit: error: {one_line(_own(problem))}", file=sys.stderr)
         return 2
     except SystemExit as exit:  # --help, --print_config
         return exit.code if isinstance(exit.code, int) else 2
+
+
+def _own(problem: BaseException) -> BaseException:
+    # jsonargparse wraps what a constructor of ours raised in pages of its own: ours is the clear line.
+    cause: BaseException | None = problem
+    while cause is not None:
+        frames = list(traceback.walk_tb(cause.__traceback__))
+        home = frames[-1][0].f_globals["__name__"] if frames else ""
+        if isinstance(cause, ValueError) and home.startswith("stabilitykit.") and home != __name__:
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return problem
 
 
 def one_line(problem: BaseException) -> str:

@@ -72,6 +72,14 @@ def test_one_training_batch_is_spoilt_and_nothing_else(data, kind):
     assert len(planted.validation) >= 3
 
 
+def test_validation_is_never_spoilt(data):
+    healthy = run(data)
+    for at in (0, 3):  # the counts at which the sanity check and the first validation run
+        planted = run(PlantedBatch(data, at_batch=at))
+        assert all(equal(a, b) for a, b in zip(healthy.validation, planted.validation, strict=True))
+        assert not equal(healthy.batches[at], planted.batches[at])
+
+
 def test_it_says_so_once(data, caplog):
     caplog.set_level(logging.INFO)
     run(PlantedBatch(data, at_batch=AT))

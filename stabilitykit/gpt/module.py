@@ -1,0 +1,242 @@
+"""The GPT as a LightningModule, and its corpora as a LightningDataModule."""
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from stabilitykit.gpt.corpus import Batches, Corpus, read_corpus, starts
+from stabilitykit.gpt.model import GPT, GPTConfig, loss
+
+Batch = tuple[Tensor, Tensor]  # inputs and their next tokens, int64 [B, T] each
+
+
+class GPTModule(pl.LightningModule):
+    """Trains a `GPT` with AdamW, linear warm-up and cosine decay of the learning rate.
+
+    Logs `train_loss` and `val_loss`: cross-entropy, in nats per token.
+
+    Args:
+        vocab_size: Size of the vocabulary; 256 for bytes.
+        context: The most tokens that one sequence may have.
+        layers: Number of blocks.
+        heads: Query heads.
+        kv_heads: Key and value heads; none: as many as heads.
+        width: Numbers per token in the residual stream.
+        positions: "rope" or "learned".
+        tied_head: Whether the head shares the embedding's weights.
+        qk_layernorm: Whether queries and keys are normalised (arXiv 2302.05442).
+        bias: Whether projections and LayerNorms have a bias.
+        dropout: Probability, of embeddings, attention, and both branches of a block.
+        z_loss: Weight of mean(logsumexp^2) in the loss.
+        learning_rate: Its peak, at the end of the warm-up.
+        min_learning_rate_ratio: Its end, as a part of the peak.
+        warmup_steps: Steps of linear warm-up.
+        decay_steps: The step at which the cosine ends; none: the trainer's max_steps.
+        weight_decay: Of matrices; biases and LayerNorms have none.
+        betas: AdamW's.
+        eps: AdamW's.
+        seed: Of the dropout masks.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 256,
+        context: int = 256,
+        layers: int = 4,
+        heads: int = 4,
+        kv_heads: int | None = None,
+        width: int = 128,
+        positions: Literal["rope", "learned"] = "rope",
+        tied_head: bool = True,
+        qk_layernorm: bool = False,
+        bias: bool = True,
+        dropout: float = 0.0,
+        z_loss: float = 0.0,
+        learning_rate: float = 1e-3,
+        min_learning_rate_ratio: float = 0.1,
+        warmup_steps: int = 50,
+        decay_steps: int | None = None,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        seed: int = 0,
+    ):
+        super().__init__()
+        self.save_hyperparameters()
+        self.z_loss, self.learning_rate, self.weight_decay = z_loss, learning_rate, weight_decay
+        self.min_learning_rate_ratio, self.warmup_steps = min_learning_rate_ratio, warmup_steps
+        self.decay_steps, self.betas, self.eps = decay_steps, betas, eps
+        self.dropout, self.seed = dropout, seed
+        self.model = GPT(
+            GPTConfig(
+                vocab_size=vocab_size,
+                context=context,
+                layers=layers,
+                heads=heads,
+                kv_heads=kv_heads,
+                width=width,
+                positions=positions,
+                tied_head=tied_head,
+                qk_layernorm=qk_layernorm,
+                bias=bias,
+                dropout=dropout,
+            )
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, vocab_size] for tokens [B, T]."""
+        return self.model(tokens)
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Makes dropout a function of (seed, batch, rank): a resume or a replay is exact."""
+        if self.dropout:
+            where = [self.seed, self.trainer.fit_loop.total_batch_idx, self.global_rank]
+            torch.manual_seed(int(np.random.SeedSequence(where).generate_state(1, np.uint64)[0]))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The training loss of one batch."""
+        inputs, targets = batch
+        total, cross_entropy = loss(self.model(inputs), targets, z_loss=self.z_loss)
+        self.log("train_loss", cross_entropy, prog_bar=True)
+        return total
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Logs the cross-entropy of one batch."""
+        inputs, targets = batch
+        _, cross_entropy = loss(self.model(inputs), targets)
+        self.log("val_loss", cross_entropy, prog_bar=True, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW in two groups, and the schedule, stepped with the optimizer.
+
+        Raises:
+            ValueError: no end of the decay is known.
+        """
+        decay_steps = self.trainer.max_steps if self.decay_steps is None else self.decay_steps
+        if decay_steps < 1:
+            raise ValueError("expected decay_steps, or a trainer with max_steps, got neither")
+        parameters = list(self.parameters())
+        groups = [  # as nanoGPT: matrices and embeddings decay, vectors do not
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: learning_rate_factor(
+                step, self.warmup_steps, decay_steps, self.min_learning_rate_ratio
+            ),
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+def learning_rate_factor(step: int, warmup_steps: int, decay_steps: int, end: float = 0.1) -> float:
+    """Learning rate of a 0-based step over its peak, in (0, 1]: linear up, cosine down to `end`.
+
+    >>> [learning_rate_factor(step, 4, 12) for step in (0, 3, 4, 12, 99)]
+    [0.2, 0.8, 1.0, 0.1, 0.1]
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    done = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
+    return end + (1 - end) * (1 + math.cos(math.pi * done)) / 2
+
+
+class TextData(pl.LightningDataModule):
+    """Batches of a corpus; batch i of a run, over all ranks together, is a function of (seed, i).
+
+    Args:
+        path: Text (file or folder) or nanoGPT-style .bin tokens; none: Python's standard library.
+        batch_size: Sequences per batch and rank.
+        context: Tokens per sequence.
+        seed: Of the draw of batches.
+        validation_batches: Batches of the validation half, the same each time.
+        validation_fraction: The part of the corpus, its end, that is kept for validation.
+        vocab_size: Of .bin tokens, which do not tell; bytes have 256.
+        dtype: Of .bin tokens.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        batch_size: int = 8,
+        context: int = 256,
+        seed: int = 0,
+        validation_batches: int = 8,
+        validation_fraction: float = 0.05,
+        vocab_size: int | None = None,
+        dtype: Literal["uint16", "uint32"] = "uint16",
+    ):
+        super().__init__()
+        for name, value in (
+            ("batch_size", batch_size),
+            ("context", context),
+            ("validation_batches", validation_batches),
+        ):
+            if value < 1:
+                raise ValueError(f"expected {name} >= 1, got {value}")
+        self.path, self.seed, self.vocab_size = path, seed, vocab_size
+        self.dtype: Literal["uint16", "uint32"] = dtype
+        self.batch_size, self.context = batch_size, context
+        self.validation_batches, self.validation_fraction = validation_batches, validation_fraction
+        self.corpus: Corpus | None = None
+
+    def setup(self, stage: str) -> None:
+        """Opens the corpus and holds it against the model.
+
+        Raises:
+            ValueError: no corpus, one shorter than the context, or a model too small for the data.
+        """
+        self.corpus = read_corpus(
+            self.path,
+            vocab_size=self.vocab_size,
+            dtype=self.dtype,
+            validation_fraction=self.validation_fraction,
+        )
+        starts(self.corpus.train, self.context)
+        starts(self.corpus.validation, self.context)
+        if self.trainer is not None and isinstance(self.trainer.lightning_module, GPTModule):
+            self._match(self.trainer.lightning_module.model.config, self.corpus)
+
+    def _match(self, config: GPTConfig, corpus: Corpus) -> None:
+        if config.context < self.context:
+            raise ValueError(
+                f"expected a model context of at least the data's {self.context}, got {config.context}"
+            )
+        if config.vocab_size < corpus.vocab_size:
+            raise ValueError(
+                f"expected a model vocab_size of at least the corpus's {corpus.vocab_size}, "
+                f"got {config.vocab_size}"
+            )
+
+    def train_dataloader(self) -> Batches:
+        """Batches without end; one epoch reads as many tokens as the training half has."""
+        # The trainer's count, not only the loader's own state: Lightning does not restore that one
+        # from a checkpoint at the end of an epoch, and a reloaded loader has none.
+        index = self.trainer.fit_loop.total_batch_idx + 1 if self.trainer else 0
+        return self._batches("train", index=index)
+
+    def val_dataloader(self) -> Batches:
+        """The same `validation_batches` batches each time."""
+        return self._batches("validation", length=self.validation_batches, rewind=True)
+
+    def _batches(self, half: Literal["train", "validation"], **how: Any) -> Batches:
+        corpus, trainer = self.corpus, self.trainer
+        assert corpus is not None, "setup() comes first"
+        return Batches(
+            getattr(corpus, half),
+            seed=self.seed,
+            batch_size=self.batch_size,
+            context=self.context,
+            vocab_size=corpus.vocab_size,
+            rank=trainer.global_rank if trainer else 0,
+            world=trainer.world_size if trainer else 1,
+            **how,
+        )
