@@ -1,18 +1,25 @@
-"""stabilitykit: tells why a pretraining run spikes, drifts or diverges. The public names, imported lazily."""
+"""stabilitykit: why a pretraining run spikes, drifts or diverges. The public names, imported lazily."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stabilitykit.callbacks import AttentionMonitor, LossMonitor, monitors
+    from stabilitykit.numerics.deviation import deviation
+    from stabilitykit.numerics.exact import exact_attention, exact_attention_grad
+    from stabilitykit.numerics.spikes import SpikeDetector
+    from stabilitykit.observe.tap import AttentionCall, Tap
 
 _HOMES = {
-    "AttentionMonitor": "callbacks.attention",
-    "LossMonitor": "callbacks.loss",
-    "monitors": "callbacks",
-    "Tap": "observe.tap",
     "AttentionCall": "observe.tap",
+    "AttentionMonitor": "callbacks",
+    "LossMonitor": "callbacks",
+    "SpikeDetector": "numerics.spikes",
+    "Tap": "observe.tap",
+    "deviation": "numerics.deviation",
     "exact_attention": "numerics.exact",
     "exact_attention_grad": "numerics.exact",
-    "deviation": "numerics.deviation",
-    "SpikeDetector": "numerics.spikes",
+    "monitors": "callbacks",
 }
 __all__ = [
     "AttentionCall",

@@ -115,6 +115,10 @@ class LossMonitor(Monitor):
             self.run.write("event", step, {}, detail)
             self._stop = self._stop or (opened and self.action == "stop")
 
+    def _write_event(self, step: int, event: Event, losses: list[float]) -> None:
+        detail = {**event.to_dict(), "monitor": "LossMonitor", "message": message(event, losses)}
+        self.run.write("event", step, {}, detail)
+
     def _say_once(self) -> None:
         if not self._said:
             self._said = True
@@ -122,6 +126,13 @@ class LossMonitor(Monitor):
                 "LossMonitor expected a loss from training_step (a tensor or a dict with 'loss'), got "
                 "none; steps without one are not recorded"
             )
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """An event still open is written once more, as it stands: a spike may have become a divergence."""
+        self.drain()
+        for event in self._detector.pending:
+            self._write_event(self.run.step - 1, event, [])
+        super().on_train_end(trainer, pl_module)
 
     def memory(self) -> dict[str, Any]:
         """The detector's state."""

@@ -144,15 +144,16 @@ class _Part:
         self.rows = torch.tensor(sample.rows, device=device)
         self.generator = torch.Generator(device).manual_seed(sample.seed)
         self.q, self.k, self.v = (self._sequences(t) for t in (call.q, call.k, call.v))
-        self.moved = tuple(perturb(t, call.q.dtype, self.generator) for t in (self.q, self.k, self.v))
+        self.moved = (self._stored(self.q), self._stored(self.k), self._stored(self.v))
 
     def _sequences(self, tensor: Tensor) -> Tensor:
         return tensor[self.sample.sequences]
 
     def _mask(self) -> Tensor | None:
-        mask = self.call.kwargs["attn_mask"]
-        batched = mask is not None and mask.dim() == 4 and mask.shape[0] > 1
-        return self._sequences(mask) if batched else mask
+        mask: Tensor | None = self.call.kwargs["attn_mask"]
+        if mask is not None and mask.dim() == 4 and mask.shape[0] > 1:
+            return self._sequences(mask)
+        return mask
 
     def _compare(self, fast: Tensor, exact: Tensor, low: Tensor, moved: Tensor) -> dict[str, float]:
         return deviation(fast, exact, low, moved, dtype=self.call.q.dtype)
@@ -234,19 +235,18 @@ class _Part:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        moved_in: tuple[Tensor, ...],
+        moved_in: tuple[Tensor, Tensor, Tensor],
         grad_out: Tensor,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
         exact = exact_attention_grad(q, k, v, grad_out, dtype=self.dtype, **where)
-        moved_out = perturb(grad_out, self.call.q.dtype, self.generator)
-        moved = exact_attention_grad(*moved_in, moved_out, dtype=self.dtype, **where)
+        moved = exact_attention_grad(*moved_in, self._stored(grad_out), dtype=self.dtype, **where)
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
             low = torch.autograd.grad(plain_attention(*leaves, **where), leaves, grad_out)
         return exact, low, moved
 
-    def _named(self, name: str, *tensors: Tensor) -> dict[str, float]:
-        numbers = self._compare(*tensors)
+    def _named(self, name: str, fast: Tensor, exact: Tensor, low: Tensor, moved: Tensor) -> dict[str, float]:
+        numbers = self._compare(fast, exact, low, moved)
         named = {f"{name}_{key}": numbers[key] for key in _GRAD}
         return {**named, f"{name}_nonfinite": _unshared_nonfinite(numbers)}
 

@@ -272,6 +272,7 @@ def _as_autocast(tensor: Tensor) -> Tensor:
 def _alias_order(q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]) -> str:
     # A tensor used twice gets its gradients added in the order its aliases are made: keep the kernel's.
     if q is k or k is v or q is v:
-        choice = torch._fused_sdp_choice(q, k, v, **kwargs)
+        fused_choice: Any = getattr(torch, "_fused_sdp_choice")  # noqa: B009  private: types do not know it
+        choice = fused_choice(q, k, v, **kwargs)
         return "qkv" if choice == 0 else "vkq"
     return "vkq"

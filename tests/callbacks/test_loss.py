@@ -4,11 +4,11 @@ import pytest
 import torch
 from pytorch_lightning import LightningModule
 from pytorch_lightning.callbacks import ModelCheckpoint
-from stabilitykit.numerics.spikes import Event
 
 import tiny
 from stabilitykit import LossMonitor
 from stabilitykit.callbacks.loss import message
+from stabilitykit.numerics.spikes import Event
 from stabilitykit.runlog import read_records
 
 

@@ -1,0 +1,96 @@
+"""What the recent, untroubled losses promise for the next one: level, noise and slow rise."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from stabilitykit.numerics.robust import RollingWindow
+
+LEVEL_ROWS = 8  # the local level is short, so that it lags a steep opening descent by four rows only
+SLOW_ROWS = 32  # memory of the slow mean, which is then as noisy as a plain mean of 64 rows
+KNOWN_ROWS = 8  # residuals from which on the noise is measured rather than assumed
+UNKNOWN_NOISE = 0.05  # the noise assumed until then: of the level, or of 1 if that is more
+# The noise is read off the residuals' 10 % and 90 % quantiles, 1.2816 Gaussian sigmas from the median;
+# the MAD, which sees the inner half only, reads zero on a log rounded to one decimal.
+TAIL, SIGMAS_TO_TAIL = 0.1, 1.2816
+RELATIVE_FLOOR = 0.002  # of the level: less noise than this is not told from rounding
+
+
+class Baseline:
+    """The running course of a loss, from the rows it was told to learn (the unflagged ones).
+
+    `slow` is their mean with a memory of SLOW_ROWS, `lowest` the lowest it has been.
+    """
+
+    def __init__(self, window: int, floor: float):
+        self.floor = floor
+        self._noise = RollingWindow(window)  # residuals about the local level at their time
+        self._grain = 0.0  # the smallest change ever seen: what the log was rounded to, or nearly 0
+        self.restart()
+
+    def restart(self, losses: Iterable[float] = (), *, forget_noise: bool = False) -> None:
+        """Forgets the level, then learns `losses`; the noise is kept unless told otherwise."""
+        if forget_noise:
+            self._noise = RollingWindow(self._noise.size)
+        self._level = RollingWindow(LEVEL_ROWS)
+        self.slow = self.lowest = 0.0
+        self._count = 0  # rows in the slow mean, up to its memory
+        for loss in losses:
+            self.learn(loss)
+
+    @property
+    def level(self) -> float | None:
+        """The median of the last few rows, None before the first."""
+        return self._level.median() if len(self._level) else None
+
+    @property
+    def rise(self) -> float:
+        """How far the slow mean is above its lowest."""
+        return self.slow - self.lowest
+
+    def expect(self, loss: float) -> tuple[float, float]:
+        """The loss promised in place of `loss`, and one robust standard deviation of the noise."""
+        level, known = self.level, len(self._noise)
+        if level is None:
+            return loss, UNKNOWN_NOISE * max(abs(loss), 1.0)
+        if known < KNOWN_ROWS:
+            largest = max((abs(residual) for residual in self._noise.values), default=0.0)
+            return level, max(UNKNOWN_NOISE * max(abs(level), 1.0), 0.45 * largest)
+        lag = self._noise.median()
+        upper = (self._noise.quantile(1 - TAIL) - lag) / SIGMAS_TO_TAIL
+        lower = (lag - self._noise.quantile(TAIL)) / SIGMAS_TO_TAIL
+        # A steep descent still in the window makes the lower side long; it is not noise. And few
+        # residuals understate the noise by chance, as in Student's t.
+        noise = min((upper + lower) / 2, 1.5 * upper) * (1 + KNOWN_ROWS / known)
+        return level + lag, max(noise, RELATIVE_FLOOR * abs(level), self._grain / 2, self.floor)
+
+    def learn(self, loss: float) -> None:
+        """Takes an unflagged row in."""
+        if len(self._level):
+            self._noise.push(loss - self._level.median())
+            change = abs(loss - self._level.values[-1])
+            if 0 < change < (self._grain or math.inf):
+                self._grain = change
+        self._level.push(loss)
+        self._count = min(self._count + 1, SLOW_ROWS)
+        self.slow += (loss - self.slow) / self._count
+        # A mean of few rows is low by chance, and would stay the lowest.
+        self.lowest = min(self.lowest, self.slow) if self._count == SLOW_ROWS else self.slow
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able; floats survive exactly."""
+        return {
+            "noise": list(self._noise.values),
+            "level": list(self._level.values),
+            "grain": self._grain,
+            "slow": self.slow,
+            "lowest": self.lowest,
+            "count": self._count,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; the options stay this object's own."""
+        self._noise = RollingWindow(self._noise.size, state["noise"])
+        self._level = RollingWindow(LEVEL_ROWS, state["level"])
+        self._grain = state["grain"]
+        self.slow, self.lowest, self._count = state["slow"], state["lowest"], state["count"]

@@ -1,0 +1,288 @@
+"""A streaming detector of trouble in a training loss: spikes, drifts, new levels, NaN."""
+
+import math
+from collections import deque
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from stabilitykit.numerics.baseline import SLOW_ROWS, Baseline
+from stabilitykit.numerics.event import Event, spell
+
+__all__ = ["Event", "SpikeDetector"]
+
+BAND = 3.0  # robust sigmas: a row within is back to normal
+DRIFT_FLOOR = 0.02  # of the level: a slow wander below this is data order, not trouble
+SETTLE_FROM = 64  # rows after which the slow mean has forgotten how an event began
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """What is needed to see an open event of finite losses end."""
+
+    event: Event
+    sigma: float
+    band: float  # a row is back when it is fewer sigmas above the event's baseline
+    fast: bool  # raised by one row, not by a slow rise
+    passing: str  # what it is called if it comes back: "spike", or in start-up "transient"
+    mean: float  # slow mean of the loss since the start
+    mark: float = 0.0  # that mean when settling was last judged
+    rows: int = 1
+    quiet: int = 0  # rows in a row back in the band
+    grew: bool = False
+
+
+class SpikeDetector:
+    """Raises an `Event` when a training loss leaves its recent course, and again when it comes back.
+
+    One row is judged by its robust score: robust standard deviations above the local median, the
+    noise measured on the last `window` rows that were never flagged. Slow trouble is judged by the rise
+    of a slow mean over its lowest value, a one-sided cumulative test. Losses may be negative or below 1
+    and irregularly logged; a step that does not increase starts a new attempt. `score` is that of the
+    last row: 0 while nothing is known, nan for a loss that is not finite.
+
+    >>> detector = SpikeDetector()
+    >>> raised = [detector.update(step, loss) for step, loss in enumerate([2.0, 2.1] * 50 + [5.0])]
+    >>> raised[-1].kind, raised[-1].start, any(raised[:-1])
+    ('spike', 100, False)
+
+    Args:
+        threshold: robust sigmas above the local level from which one row is raised; twice that in
+            start-up and on an attempt's second row.
+        drift: robust sigmas by which the slow mean must rise over its lowest.
+        window: rows from which the noise is measured.
+        recover: rows in a row, back in the band, that close an event.
+        startup: rows of a run from step 0 in which an event that passes is a `transient`.
+        settle: rows over which a raised loss must stay flat to be a `shift`, a new level.
+        floor: the noise is never taken as smaller, in units of the loss.
+
+    Raises:
+        ValueError: an option that is not positive.
+    """
+
+    def __init__(
+        self,
+        *,
+        threshold: float = 6.5,
+        drift: float = 3.75,
+        window: int = 128,
+        recover: int = 10,
+        startup: int = 50,
+        settle: int = 400,
+        floor: float = 1e-3,
+    ):
+        for value in (threshold, drift, window, recover, startup, settle, floor):
+            if not value > 0:
+                raise ValueError(f"expected options of SpikeDetector above 0, got {value}")
+        self.threshold, self.drift, self.recover = threshold, drift, recover
+        self.startup, self.settle = startup, settle
+        self.score = 0.0
+        self._course = Baseline(window, floor)
+        # One event is returned per row and a second one waits; steps that never increase raise more.
+        self._due: deque[Event] = deque(maxlen=16)
+        self._next_id = 1
+        self._trouble: _Trouble | None = None
+        self._recent: deque[float] = deque(maxlen=SETTLE_FROM)  # rows of the open trouble
+        self._broken: Event | None = None  # the open nonfinite event
+        self._healthy = 0  # finite rows since the last non-finite one
+        self._begin_attempt()
+
+    def _begin_attempt(self) -> None:
+        self._rows = 0  # of this attempt
+        self._first = self._last = 0.0  # steps
+        self._from_zero = False  # whether it began near step 0
+        self._first_loss: float | None = None
+        self._elevated: float | None = None  # first step of the present run of rows above the band
+        self._risen: float | None = None  # first step of the present slow rise
+
+    @property
+    def pending(self) -> list[Event]:
+        """What `update` would still say if the run ended here: open events, in their present state."""
+        return [replace(event) for event in [*self._due, *self._unfinished()]]
+
+    def _unfinished(self) -> list[Event]:
+        return [event for event in (self._trouble and self._trouble.event, self._broken) if event]
+
+    def update(self, step: float, loss: float) -> Event | None:
+        """The Event that opens at this row, or that closes (same id, `end` set, kind final), else None."""
+        if self._rows and step <= self._last:
+            self._close_attempt()
+        self._rows += 1
+        if self._rows == 1:
+            self._first = step
+        elif self._rows == 2:
+            self._locate(step)
+        self._last = step
+        if math.isfinite(loss):
+            self._take(step, loss)
+        else:
+            self._take_nonfinite(step, loss)
+        return self._due.popleft() if self._due else None
+
+    def _locate(self, second: float) -> None:
+        # Counted in log intervals: the step column may be tokens, or every 200th step.
+        self._from_zero = self._first <= self.startup * (second - self._first)
+        if self._from_zero:
+            first = [] if self._first_loss is None else [self._first_loss]
+            self._course.restart(first, forget_noise=True)
+
+    def _take(self, step: float, loss: float) -> None:
+        if self._first_loss is None:
+            self._first_loss = loss
+        if self._broken is not None:
+            self._healthy += 1
+            if self._healthy >= self.recover:
+                self._close(self._broken, step)
+                self._broken = None
+        if self._trouble is not None:
+            self._follow(self._trouble, step, loss)
+        else:
+            self._watch(step, loss)
+
+    def _watch(self, step: float, loss: float) -> None:
+        course = self._course
+        expected, sigma = course.expect(loss)
+        self.score = (loss - expected) / sigma
+        self._elevated = _since(self._elevated, step, self.score > BAND)
+        early = self._from_zero and self._rows <= self.startup
+        # Humps are common in start-up, and one row says little about the noise of the next.
+        cautious = early or self._rows <= 2
+        if self.score > self.threshold * (2 if cautious else 1):
+            self._raise(step, loss, self._elevated, expected, sigma, early=early, fast=True)
+            return
+        course.learn(loss)
+        self._risen = _since(self._risen, step, course.rise > sigma / 2)
+        if course.rise > max(self.drift * sigma, DRIFT_FLOOR * abs(course.lowest)):
+            self._raise(step, loss, self._risen, course.lowest, sigma, early=early, fast=False)
+
+    def _raise(
+        self,
+        step: float,
+        loss: float,
+        onset: float | None,
+        baseline: float,
+        sigma: float,
+        *,
+        early: bool,
+        fast: bool,
+    ) -> None:
+        passing = "transient" if early else "spike"
+        kind = passing if fast else "divergence"
+        event = self._open(kind, step, onset, loss, baseline, (loss - baseline) / sigma)
+        band, mean = (BAND, loss) if fast else (self.drift / 2, self._course.slow)
+        self._trouble = _Trouble(event, sigma, band, fast, passing, mean)
+        self._recent.clear()
+
+    def _follow(self, trouble: _Trouble, step: float, loss: float) -> None:
+        event = trouble.event
+        self.score = (loss - event.baseline) / trouble.sigma
+        if loss > event.peak:
+            event.peak, event.peak_step, event.score = loss, step, self.score
+        self._recent.append(loss)
+        trouble.rows += 1
+        memory = min(trouble.rows, SLOW_ROWS) if trouble.fast else SLOW_ROWS
+        trouble.mean += (loss - trouble.mean) / memory
+        trouble.quiet = trouble.quiet + 1 if self.score < trouble.band else 0
+        if trouble.quiet >= self.recover:
+            event.kind = trouble.passing
+            self._end_trouble(event, step)
+            for value in list(self._recent)[-self.recover :]:
+                self._course.learn(value)
+        elif trouble.rows == SETTLE_FROM:
+            trouble.mark = trouble.mean
+        elif trouble.rows >= SETTLE_FROM + self.settle:
+            self._judge_settling(trouble, step)
+        elif trouble.fast and trouble.rows < SETTLE_FROM:
+            event.kind = self._young_kind(trouble, loss)
+
+    def _young_kind(self, trouble: _Trouble, loss: float) -> str:
+        """What a sudden event looks like so far: it passes once a quarter of the rise is lost."""
+        event = trouble.event
+        falling = event.peak - loss >= (event.peak - event.baseline) / 4
+        ruined = self._from_zero and self._first_loss is not None and loss > self._first_loss
+        return trouble.passing if falling and not ruined else "divergence"
+
+    def _judge_settling(self, trouble: _Trouble, step: float) -> None:
+        """Still falling, still rising, stuck high, or flat at a new level: the last ends the event."""
+        event, sigma = trouble.event, trouble.sigma
+        rise, growth = trouble.mark - event.baseline, trouble.mean - trouble.mark
+        notable = max(abs(rise) / 4, sigma / 2)
+        trouble.grew = trouble.grew or growth > notable
+        trouble.mark, trouble.rows = trouble.mean, SETTLE_FROM
+        if growth < -notable:
+            event.kind = trouble.passing
+        elif trouble.grew or rise > max(10 * sigma, abs(event.baseline) / 2):
+            event.kind = "divergence"
+        else:
+            event.kind = "shift" if rise > trouble.band * sigma / 2 else trouble.passing
+            self._end_trouble(event, step)
+            self._course.restart(self._recent)
+
+    def _end_trouble(self, event: Event, step: float) -> None:
+        self._close(event, step)
+        self._trouble = self._elevated = self._risen = None
+
+    def _take_nonfinite(self, step: float, loss: float) -> None:
+        self.score = math.nan
+        self._healthy = 0
+        if self._broken is None:
+            level = self._course.level
+            baseline = math.nan if level is None else level
+            self._broken = self._open("nonfinite", step, step, loss, baseline, math.inf)
+
+    def _close_attempt(self) -> None:
+        for event in self._unfinished():
+            self._close(event, self._last)
+        self._trouble = self._broken = None
+        self._course.restart()
+        self._begin_attempt()
+
+    def _open(
+        self, kind: str, step: float, onset: float | None, loss: float, baseline: float, score: float
+    ) -> Event:
+        first = step if onset is None else onset
+        event = Event(self._next_id, kind, step, first, None, loss, step, baseline, score)
+        self._next_id += 1
+        self._due.append(replace(event))
+        return event
+
+    def _close(self, event: Event, step: float) -> None:
+        event.end = step
+        self._due.append(replace(event))
+
+    _PLAIN = ("_next_id", "_healthy", "_rows", "_first", "_last", "_from_zero", "_first_loss")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that was learnt, JSON-able; the options are the constructor's and stay out."""
+        trouble = self._trouble
+        return {
+            **{name.strip("_"): getattr(self, name) for name in self._PLAIN},
+            "score": spell(self.score),
+            "elevated": self._elevated,
+            "risen": self._risen,
+            "recent": list(self._recent),
+            "course": self._course.state_dict(),
+            "due": [event.to_dict() for event in self._due],
+            "broken": self._broken.to_dict() if self._broken else None,
+            "trouble": {**asdict(trouble), "event": trouble.event.to_dict()} if trouble else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`: what follows equals an uninterrupted run."""
+        for name in self._PLAIN:
+            setattr(self, name, state[name.strip("_")])
+        self.score = float(state["score"])
+        self._elevated, self._risen = state["elevated"], state["risen"]
+        self._recent = deque(state["recent"], maxlen=SETTLE_FROM)
+        self._course.load_state_dict(state["course"])
+        self._due.clear()
+        self._due.extend(Event.from_dict(row) for row in state["due"])
+        self._broken = Event.from_dict(state["broken"]) if state["broken"] else None
+        row = state["trouble"]
+        self._trouble = _Trouble(**{**row, "event": Event.from_dict(row["event"])}) if row else None
+
+
+def _since(first: float | None, step: float, holds: bool) -> float | None:
+    """The first step of the present run of steps for which something holds."""
+    if not holds:
+        return None
+    return step if first is None else first
