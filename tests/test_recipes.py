@@ -86,7 +86,7 @@ def test_a_killed_run_loses_nothing_and_its_resume_continues_the_curve_exactly(t
         assert victim.poll() is None
         time.sleep(0.02)
     victim.send_signal(signal.SIGKILL)
-    victim.wait()
+    victim.communicate()
 
     before = read_records(log.parent)
     seen = [record.step for record in before.of("loss")]
