@@ -27,8 +27,12 @@ demo: $(READY)
 test: $(READY) chromium
 	CHROMIUM="$${CHROMIUM:-$$(command -v chromium)}" $(BIN)/python -m pytest -m "not slow and not soak"
 
+# The rest, and every soak at a twentieth of its size.
 test-slow: $(READY) chromium
-	CHROMIUM="$${CHROMIUM:-$$(command -v chromium)}" $(BIN)/python -m pytest -m "slow"
+	SOAK=1 CHROMIUM="$${CHROMIUM:-$$(command -v chromium)}" $(BIN)/python -m pytest -m "slow or soak"
+
+soak: $(READY)
+	SOAK=20 $(BIN)/python -m pytest -m soak -s
 
 lint: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright

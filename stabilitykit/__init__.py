@@ -4,33 +4,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stabilitykit.callbacks import AttentionMonitor, LossMonitor, monitors
+    from stabilitykit.callbacks import AttentionMonitor, LossMonitor, WeightMonitor, monitors
     from stabilitykit.numerics.deviation import deviation
     from stabilitykit.numerics.exact import exact_attention, exact_attention_grad
     from stabilitykit.numerics.spikes import SpikeDetector
+    from stabilitykit.numerics.wasserstein import wasserstein
+    from stabilitykit.observe.arm import Arm
     from stabilitykit.observe.tap import AttentionCall, Tap
+    from stabilitykit.observe.twin import Twin
 
 _HOMES = {
+    "Arm": "observe.arm",
     "AttentionCall": "observe.tap",
     "AttentionMonitor": "callbacks",
     "LossMonitor": "callbacks",
     "SpikeDetector": "numerics.spikes",
     "Tap": "observe.tap",
+    "Twin": "observe.twin",
+    "WeightMonitor": "callbacks",
     "deviation": "numerics.deviation",
     "exact_attention": "numerics.exact",
     "exact_attention_grad": "numerics.exact",
     "monitors": "callbacks",
+    "wasserstein": "numerics.wasserstein",
 }
 __all__ = [
+    "Arm",
     "AttentionCall",
     "AttentionMonitor",
     "LossMonitor",
     "SpikeDetector",
     "Tap",
+    "Twin",
+    "WeightMonitor",
     "deviation",
     "exact_attention",
     "exact_attention_grad",
     "monitors",
+    "wasserstein",
 ]
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-"""Every metric: key, unit, which way is bad, threshold with its source.
+"""Every metric: key, unit, which way is bad, threshold with its source; ARM stands for any arm.
 
 The README's table, the report's panels and its sentences are made from this list; a key that is not
 here is not written by any monitor (a test holds that).
@@ -132,16 +132,59 @@ METRICS: tuple[Metric, ...] = (
         {"any": 1.0},
     ),
     Metric(
+        "weights/ARM/w1",
+        "",
+        "",
+        "Wasserstein-1 distance between the run's weights and the twin's, each as one heap of numbers; "
+        "blind to which weight moved where",
+        source="arXiv 2405.02803, Sec. V",
+    ),
+    Metric(
+        "weights/ARM/max_abs",
+        "",
+        "",
+        "largest difference of one weight between the run and the twin",
+        source="arXiv 2405.02803, Sec. V",
+    ),
+    Metric("weights/ARM/rel_l2", "ratio", "", "||twin - run|| / ||run|| over all weights"),
+    Metric("weights/ARM/cosine", "", "", "cosine between the run's weights and the twin's"),
+    Metric(
+        "weights/ARM/w1_over_floor",
+        "floors",
+        "",
+        "w1 over the median w1 of twins that differ by one ulp at the fork: the noise floor",
+    ),
+    Metric(
+        "weights/ARM/rel_l2_over_floor",
+        "floors",
+        "",
+        "rel_l2 over the floor's median; near 1 the arm is not distinguishable from rounding noise",
+    ),
+    Metric(
         "overhead/attention_percent",
         "%",
         "high",
         "time AttentionMonitor took, of the run without monitors",
     ),
     Metric("overhead/loss_percent", "%", "high", "time LossMonitor took, of the run without monitors"),
+    Metric("overhead/weights_percent", "%", "high", "time WeightMonitor took, of the run without monitors"),
     Metric("overhead/total_percent", "%", "high", "time all monitors took, of the run without monitors"),
 )
 
 CATALOG: dict[str, Metric] = {metric.key: metric for metric in METRICS}
+
+
+def metric_of(key: str) -> Metric:
+    """The metric of a key as written, whatever its arm.
+
+    >>> metric_of("weights/float32/w1").key
+    'weights/ARM/w1'
+
+    Raises:
+        KeyError: a key outside the catalog.
+    """
+    head, *_, last = key.split("/")
+    return CATALOG[key] if key in CATALOG else CATALOG[f"{head}/ARM/{last}"]
 
 
 def family(name: str) -> list[Metric]:

@@ -14,8 +14,6 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-EPILOG = "commands: fit, report, spikes; `stabilitykit COMMAND --help` tells more"
-
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; 0 done, 1 the command's own 'found', 2 usage or unreadable input."""
@@ -24,9 +22,14 @@ def main(argv: list[str] | None = None) -> int:
         "fit": fit,
         "report": report,
         "spikes": spikes,
+        "dashboard": dashboard,
+        "bench": bench,
     }
     if not args or args[0] in ("-h", "--help"):
-        print(f"usage: stabilitykit COMMAND ...\n\n{EPILOG}")
+        print("usage: stabilitykit COMMAND ...\n")
+        for name, command in commands.items():
+            print(f"  {name:<10} {command.__doc__}")
+        print("\n`stabilitykit COMMAND --help` tells more")
         return 0 if args else 2
     try:
         if args[0] not in commands:
@@ -143,7 +146,40 @@ def _table(events: list[dict[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return "..".join(map(_cell, value))
     return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def dashboard(argv: list[str]) -> int:
+    """Builds the W&B workspace of a project."""
+    parser = _parser("dashboard", "A W&B workspace with a panel for every number; needs a W&B login.")
+    parser.add_argument("project", metavar="ENTITY/PROJECT", type=str)
+    parser.add_argument("--dry-run", action="store_true", help="print its JSON; no network, no key")
+    args = parser.parse_args(argv)
+    entity, _, project = args.project.partition("/")
+    if not entity or not project or "/" in project:
+        raise ValueError(f"expected ENTITY/PROJECT, got {args.project!r}")
+    from stabilitykit.report.workspace import workspace, workspace_json
+
+    print(workspace_json(entity, project) if args.dry_run else workspace(entity, project).save().url)
+    return 0
+
+
+def bench(argv: list[str]) -> int:
+    """Measures what it costs, beside limits."""
+    parser = _parser("bench", "What it costs: one row per figure, ratio = value / limit.")
+    parser.add_argument("what", type=str, choices=["overhead"])
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved repetitions")
+    parser.add_argument("--format", type=str, choices=["table", "json"], default="table")
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        raise ValueError(f"expected --rounds >= 1, got {args.rounds}")
+    from stabilitykit.bench.overhead import overhead
+
+    results = overhead(rounds=args.rounds)
+    print(json.dumps({"results": results}) if args.format == "json" else _table(results))
+    return 0
 
 
 def fit(argv: list[str]) -> int:
@@ -170,6 +206,7 @@ def fit(argv: list[str]) -> int:
             run=False,
             subclass_mode_model=True,
             subclass_mode_data=True,
+            save_config_kwargs={"overwrite": True},  # a resume into the same folder is no mistake
             parser_kwargs={"prog": "stabilitykit fit", "exit_on_error": False},
         )
     except (MisconfigurationException, RuntimeError) as problem:  # e.g. two callbacks of one class

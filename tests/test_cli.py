@@ -38,11 +38,11 @@ def loss_csv(tmp_path):
 
 def test_no_command_or_a_wrong_one_lists_those_there_are(capsys):
     assert main([]) == 2
-    assert "fit, report, spikes" in capsys.readouterr().out
-    assert "expected a command (fit, report, spikes), got 'train'" in error_of(capsys, ["train"])
+    assert "dashboard" in capsys.readouterr().out
+    assert "(fit, report, spikes, dashboard, bench), got 'train'" in error_of(capsys, ["train"])
 
 
-@pytest.mark.parametrize("command", ["fit", "report", "spikes"])
+@pytest.mark.parametrize("command", ["fit", "report", "spikes", "dashboard", "bench"])
 def test_every_command_has_help(capsys, command):
     assert main([command, "--help"]) == 0
     assert "usage" in capsys.readouterr().out.lower()
@@ -124,6 +124,14 @@ def test_a_wrong_recipe_is_one_line(capsys, tmp_path, change, named):
     where = [f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=false", "--trainer.max_steps=1"]
     recipe = ["fit", "--config", str(ROOT / "recipes/gpt-nano.yaml"), *where]
     assert named in error_of(capsys, [*recipe, *change])
+
+
+def test_a_dashboard_without_network_is_one_json_document(capsys):
+    assert main(["dashboard", "acme/gpt", "--dry-run"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["entity"], document["project"]) == ("acme", "gpt")
+    for wrong in ("acme", "acme/", "/gpt", "a/b/c"):
+        assert f"expected ENTITY/PROJECT, got '{wrong}'" in error_of(capsys, ["dashboard", wrong])
 
 
 def test_line_breaks_are_folded():

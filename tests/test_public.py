@@ -8,15 +8,19 @@ import pytest
 import stabilitykit
 
 NAMES = [
+    "Arm",
     "AttentionCall",
     "AttentionMonitor",
     "LossMonitor",
     "SpikeDetector",
     "Tap",
+    "Twin",
+    "WeightMonitor",
     "deviation",
     "exact_attention",
     "exact_attention_grad",
     "monitors",
+    "wasserstein",
 ]
 
 

@@ -10,14 +10,17 @@ import torch
 
 import stabilitykit
 import tiny
+from stabilitykit.runlog import read_records
 
 
-def every_monitor():
-    """All monitors there are, due as often as they can be."""
-    chosen = stabilitykit.monitors()
-    for monitor in chosen:
-        monitor.every_n_steps = 1
-    return chosen
+def watches():
+    """All monitors there are, due as often as they can be; twins in lockstep and in windows."""
+    twins = {"lockstep": {"window": None}, "windowed": {"window": 1}}
+    for name, window in twins.items():
+        chosen = [*stabilitykit.monitors(), stabilitykit.WeightMonitor(1, floor_seeds=1, **window)]
+        for monitor in chosen:
+            monitor.every_n_steps = 1
+        yield name, chosen
 
 
 def trained(folder, callbacks, **options):
@@ -41,9 +44,11 @@ def equal(plain, watched):
 def test_watching_changes_nothing(tmp_path, accumulate, precision):
     options = {"accumulate_grad_batches": accumulate, "precision": precision}
     plain = trained(tmp_path, [], **options)
-    watched = trained(tmp_path, every_monitor(), **options)
-    assert (tmp_path / "stability" / "records.jsonl").stat().st_size > 0
-    assert equal(plain, watched)
+    for name, monitors in watches():
+        watched = trained(tmp_path / name, monitors, **options)
+        kinds = {row.kind for row in read_records(tmp_path / name / "stability").rows}
+        assert kinds == {"loss", "attention", "weights", "overhead"}
+        assert equal(plain, watched)
 
 
 def test_the_comparison_can_fail(tmp_path):
@@ -71,9 +76,9 @@ def test_watching_changes_nothing_on_two_ranks(tmp_path):
     assert run.returncode == 0, run.stderr[-3000:]
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("told-*.json"))]
     assert len(told) == 2
-    assert all(row == {"1": True, "4": True} for row in told)
-    record = json.loads((tmp_path / "w1" / "stability" / "records.jsonl").read_text().splitlines()[0])
-    assert record["step"] == 0
+    cases = [f"{name} {accumulate}" for accumulate in (1, 4) for name in ("lockstep", "windowed")]
+    assert all(row == dict.fromkeys(cases, True) for row in told)
+    assert read_records(tmp_path / "windowed4" / "stability").of("weights")
 
 
 def two_ranks(folder):
@@ -85,8 +90,9 @@ def two_ranks(folder):
     for accumulate in (1, 4):
         options = {"accumulate_grad_batches": accumulate, "devices": 2, "strategy": "ddp"}
         plain = trained(folder / f"p{accumulate}", [], **options)
-        watched = trained(folder / f"w{accumulate}", every_monitor(), **options)
-        told[str(accumulate)] = equal(plain, watched)
+        for name, monitors in watches():
+            watched = trained(folder / f"{name}{accumulate}", monitors, **options)
+            told[f"{name} {accumulate}"] = equal(plain, watched)
     (folder / f"told-{rank}.json").write_text(json.dumps(told))
 
 

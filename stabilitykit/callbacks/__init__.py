@@ -3,6 +3,7 @@
 from stabilitykit.callbacks.attention import AttentionMonitor
 from stabilitykit.callbacks.loss import LossMonitor
 from stabilitykit.callbacks.monitor import Monitor
+from stabilitykit.callbacks.weights import WeightMonitor
 
 
 def monitors() -> list[Monitor]:
@@ -10,4 +11,4 @@ def monitors() -> list[Monitor]:
     return [LossMonitor(), AttentionMonitor()]
 
 
-__all__ = ["AttentionMonitor", "LossMonitor", "Monitor", "monitors"]
+__all__ = ["AttentionMonitor", "LossMonitor", "Monitor", "WeightMonitor", "monitors"]

@@ -86,7 +86,7 @@ class Monitor(_Callback):
         """Writes what was held back; called before a checkpoint is saved and at the end."""
 
     def memory(self) -> dict[str, Any]:
-        """This monitor's own state, JSON-able."""
+        """This monitor's own state: plain values and tensors."""
         return {}
 
     def recall(self, memory: dict[str, Any]) -> None:
@@ -143,7 +143,7 @@ class Monitor(_Callback):
             if trainer.world_size == 1:
                 self.drain()
             if self.run.monitors[-1] is self:
-                self.run.send()
+                self.run.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The run's place and this monitor's memory."""

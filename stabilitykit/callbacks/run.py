@@ -98,6 +98,7 @@ class Run:
             except OSError as problem:
                 self._log = None
                 say(f"records are no longer kept on disk, training goes on: {problem}")
+        self._sinks.show(kind, step, detail or {})
         if values:
             self.send_beside(step, values)
 
@@ -123,6 +124,13 @@ class Run:
         last = self.step - 1
         if last >= 0 and (last + 1) % OVERHEAD_EVERY_N_STEPS:
             self.write("overhead", last, self.overhead())
+        self.close()
+
+    def close(self) -> None:
+        """Sends what is left, with a table of the events."""
+        last = max([*self._unsent, self.step - 1])
+        self._unsent.setdefault(last, {})  # a checkpoint may have sent its numbers before
+        self._sinks.tabulate(last)
         self.send()
 
 

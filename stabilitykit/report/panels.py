@@ -3,14 +3,22 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from stabilitykit.catalog import CATALOG, family
+from stabilitykit.catalog import family, metric_of
 
-Form = Literal["curve", "layers over time", "layer x head heat map", "cost bars"]
+Form = Literal[
+    "curve",
+    "layers over time",
+    "layer x head heat map",
+    "arms over steps",
+    "distance per tensor",
+    "cost bars",
+]
+_WORDS = {"grad": "gradient", "rel": "relative", "l2": "L2", "w1": "W1"}
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture: catalog `keys` of one record `kind`, drawn in one `form`."""
+    """One picture: catalog `keys` of one record `kind`, drawn in one `form`; ARM stands for every arm."""
 
     title: str
     kind: str
@@ -27,6 +35,7 @@ class Panel:
 SECTIONS: dict[str, str] = {
     "loss": "Loss",
     "attention": "Attention",
+    "weights": "Weights",
     "overhead": "Cost of watching",
 }
 
@@ -64,6 +73,25 @@ PANELS: tuple[Panel, ...] = (
     Panel("Largest logit, per layer", "attention", ("attention/max_logit",), "layers over time"),
     Panel("Attention entropy, per layer", "attention", ("attention/entropy",), "layers over time"),
     Panel(
+        "Distance of each twin from the run, in noise floors",
+        "weights",
+        ("weights/ARM/rel_l2_over_floor", "weights/ARM/w1_over_floor"),
+        "arms over steps",
+    ),
+    Panel(
+        "Relative L2 distance and the noise floor",
+        "weights",
+        ("weights/ARM/rel_l2",),
+        "arms over steps",
+    ),
+    Panel("W1 distance and the noise floor", "weights", ("weights/ARM/w1",), "arms over steps"),
+    Panel(
+        "Relative L2 distance, per tensor",
+        "weights",
+        ("weights/ARM/rel_l2",),
+        "distance per tensor",
+    ),
+    Panel(
         "Time taken by each monitor",
         "overhead",
         tuple(metric.key for metric in family("overhead")),
@@ -75,16 +103,16 @@ PANELS: tuple[Panel, ...] = (
 def name_of(key: str) -> str:
     """The key's last part, as a reader says it; a family's plain value has the family's name.
 
-    >>> name_of("attention/grad_roundoff_ratio"), name_of("loss/value")
-    ('gradient roundoff ratio', 'loss')
+    >>> name_of("attention/grad_roundoff_ratio"), name_of("loss/value"), name_of("weights/float32/rel_l2")
+    ('gradient roundoff ratio', 'loss', 'relative L2')
     """
     words = key.removesuffix("/value").rpartition("/")[2].removesuffix("_percent").split("_")
-    return " ".join("gradient" if word == "grad" else word for word in words)
+    return " ".join(_WORDS.get(word, word) for word in words)
 
 
 def explain(key: str) -> str:
     """One sentence: the key's name and meaning, with unit and source where there are any."""
-    metric = CATALOG[key]
+    metric = metric_of(key)
     source = f" [{metric.source}]" if metric.source else ""
     unit = f" ({metric.unit})" if metric.unit else ""
     name = name_of(key)

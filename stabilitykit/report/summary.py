@@ -3,15 +3,18 @@
 import math
 from collections.abc import Iterator
 
+from stabilitykit.records import Record
 from stabilitykit.report.limits import worst_reading
 from stabilitykit.report.panels import name_of
 from stabilitykit.report.reading import counted, events, layers, show
+from stabilitykit.report.weights import Comparison, comparisons, floor, windowed
 from stabilitykit.runlog import Records
 
 
 def table(records: Records) -> list[tuple[str, str]]:
-    """What was seen, as (label, text) rows: steps, loss, attention, worst layer, events, cost."""
+    """What was seen, as (label, text) rows: steps, loss, attention, weights, events, cost."""
     rows = [("Steps", _steps(records)), ("Loss", _loss_row(records)), *_attention_rows(records)]
+    rows += _weights_rows(records.of("weights"))
     flagged = events(records)
     kinds = dict.fromkeys(str(event.get("kind", "event")) for event in flagged)
     numbers = [f"{sum(e.get('kind') == kind for e in flagged)} {kind}" for kind in kinds]
@@ -53,6 +56,30 @@ def _attention_rows(records: Records) -> Iterator[tuple[str, str]]:
     worst = worst_reading(found)
     if worst:
         yield "Worst layer", f"{worst.place}: {worst.what} {show(worst.value)} at step {worst.step}"
+
+
+def _weights_rows(rows: list[Record]) -> Iterator[tuple[str, str]]:
+    if not rows:
+        yield "Weights", "not watched"
+        return
+    found, last = comparisons(rows), rows[-1]
+    if windowed(rows):
+        times = f"in {counted(len(rows), 'window')} of {counted(last.detail['window'], 'step')}"
+    else:
+        times = f"measured on {counted(len(rows), 'step')}"
+    seeds = len(floor(last, "rel_l2"))
+    beside = counted(seeds, "jitter seed") if seeds else "no noise floor"
+    yield "Weights", f"{counted(len(found), 'arm')} ({', '.join(found)}) {times}, {beside}"
+    latest = [looks[-1] for looks in found.values() if looks and looks[-1].row is last]
+    if latest:
+        yield "Last distance", f"{'; '.join(map(_distances, latest))}; at step {last.step}"
+
+
+def _distances(look: Comparison) -> str:
+    floors = [look.value(f"{name}_over_floor") for name in ("rel_l2", "w1")]
+    if all(map(math.isfinite, floors)):
+        return f"{look.arm} {show(floors[0])} floors in relative L2, {show(floors[1])} in W1"
+    return f"{look.arm} {show(look.value('rel_l2'))} in relative L2, {show(look.value('w1'))} in W1"
 
 
 def _cost_row(records: Records) -> str:

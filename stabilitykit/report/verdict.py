@@ -9,6 +9,7 @@ from stabilitykit.records import Record
 from stabilitykit.report.limits import COUNTS, RATIOS, Reading, readings, worst_reading
 from stabilitykit.report.panels import name_of
 from stabilitykit.report.reading import Layers, counted, events, layers, number, show
+from stabilitykit.report.weights import comparisons, run_nonfinite, sentence
 from stabilitykit.runlog import Records
 
 State = Literal["good", "bad", "unknown"]
@@ -34,7 +35,12 @@ class Finding:
 
 def findings(records: Records) -> list[Finding]:
     """What was found on every subject, watched or not; the loss first."""
-    return [*_loss(records), *_attention(records.of("attention")), *_others(records)]
+    return [
+        *_loss(records),
+        *_attention(records.of("attention")),
+        *_weights(records.of("weights")),
+        *_others(records),
+    ]
 
 
 def headline(found: list[Finding]) -> tuple[State, str]:
@@ -155,6 +161,37 @@ def _off(over: list[Reading], found: Layers) -> Finding:
     return Finding("attention", "bad", f"Attention is off: {what}, {when}, {where}.", first, last < measured)
 
 
+def _weights(rows: list[Record]) -> Iterator[Finding]:
+    """A distance is context, above the floor or not; only what is not finite is wrong."""
+    if not rows:
+        text = "Weights were not compared with a twin's in this run, or no comparison was due."
+        yield Finding("the weights", "unknown", text)
+        return
+    found = comparisons(rows)
+    lost = [(row.step, run_nonfinite(row)) for row in rows if run_nonfinite(row)]
+    if lost:
+        yield _not_finite("the weights", "of the run are not finite", lost, rows[-1].step)
+    for arm, looks in found.items():
+        # Where the run itself is not finite, its twins say no more.
+        lost = [(x.row.step, x.nonfinite) for x in looks if x.nonfinite and not run_nonfinite(x.row)]
+        if lost:
+            what = f"of the {arm} twin are not finite, while the run's are"
+            yield _not_finite(f"the weights of the {arm} twin", what, lost, rows[-1].step)
+    finite = {arm: [look for look in looks if look.finite] for arm, looks in found.items()}
+    if not any(found.values()):
+        text = f"Weights: nothing was compared in {counted(len(rows), 'record')}."
+        yield Finding("the weights", "unknown", text)
+    elif any(finite.values()):
+        judged = any(look.judged for looks in finite.values() for look in looks)
+        yield Finding("the weights", "good" if judged else "unknown", sentence(finite))
+
+
+def _not_finite(subject: str, what: str, lost: list[tuple[int, int]], measured: int) -> Finding:
+    (first, _), (last, count) = lost[0], lost[-1]
+    when = f"at step {first}" if first == last else f"since step {first}, last seen at step {last}"
+    return Finding(subject, "bad", f"{count:,} weights {what}, {when}.", first, last < measured)
+
+
 def _others(records: Records) -> Iterator[Finding]:
     """Events of monitors without sentences of their own, in the monitor's words."""
     for event in events(records):
@@ -166,4 +203,5 @@ def _others(records: Records) -> Iterator[Finding]:
 
 
 def _listed(subjects: Iterable[str], word: str = "and") -> str:
-    return f" {word} in ".join(dict.fromkeys(subjects))
+    *first, last = dict.fromkeys(subjects) or [""]
+    return f"{', in '.join(first)} {word} in {last}" if first else last

@@ -39,7 +39,7 @@ def test_a_loss_curve_has_exactly_these_contents() -> None:
             "name": "loss",
             "yaxis": "y",
             "line": {"color": BLUE, "width": 1.6},
-            "marker": {"size": 4},
+            "marker": {"size": 7},
             "hovertemplate": "loss %{y:.4g}<extra></extra>",
         }
     ]

@@ -31,6 +31,21 @@ def attention(step: int, *names: str) -> Record:
     return Record(step, 1, "attention", {}, {"layers": layers})
 
 
+def weights(step: int, names: tuple[str, ...], arm: str = "float32") -> Record:
+    """A window that ends at `step`; the distances of its arm in no arithmetic relation to one another."""
+    key = re.sub("[^a-zA-Z0-9]+", "_", arm)
+    numbers = {"w1": 2e-6, "rel_l2": 5e-5, "w1_over_floor": 2.1, "rel_l2_over_floor": 2.5}
+    tensors = {f"{name}.weight": {"w1": 1e-6, "rel_l2": 4e-5} for name in names}
+    detail = {
+        "tensors": {arm: {**tensors, "frozen.weight": {"w1": 0.0, "rel_l2": 0.0}}},
+        "floor": {"w1": [9e-7, 1e-6, 1.2e-6], "rel_l2": [1.8e-5, 2e-5, 2.4e-5]},
+        "verdict": {arm: "above all 3 jitter seeds (p = 1/4)"},
+        "forked_at": step - 4,
+        "window": 5,
+    }
+    return Record(step, 1, "weights", {f"weights/{key}/{k}": v for k, v in numbers.items()}, detail)
+
+
 def spike(step: int, end: int | None) -> Record:
     detail = {"id": 0, "kind": "spike", "start": 20, "onset": 20, "end": end, "peak": 6.1}
     more = {"peak_step": 20, "baseline": 2.6, "score": 14.0, "monitor": "LossMonitor"}
@@ -55,6 +70,7 @@ def rows_of_a_run(*names: str) -> list[Record]:
     ]
     cost = {"overhead/loss_percent": 0.2, "overhead/total_percent": 0.2}
     rows += [attention(9, *names), attention(19, *names), Record(39, 1, "overhead", cost)]
+    rows += [weights(13, names), weights(23, names)]
     return [*rows, spike(20, None), spike(23, 23)]
 
 
@@ -104,7 +120,7 @@ def test_a_browser_draws_every_plot_with_no_error_and_no_request(tmp_path: Path)
     dom, console, asked = browse(write_report(tmp_path), tmp_path)
     assert console == []
     assert asked == set()
-    assert drawn(dom) == 7
+    assert drawn(dom) == 11
     assert "<select" in dom
     assert "1 loss spike, at step 20 (6.1 against a baseline of 2.6), over at step 23." in dom
     assert (folder / "report.html").is_file()
@@ -126,10 +142,11 @@ def test_the_browser_check_sees_an_error_and_a_request(tmp_path: Path) -> None:
 @browser
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
     meta = {"config": {HOSTILE: HOSTILE}}
-    run_folder(tmp_path, *rows_of_a_run(HOSTILE, "x.1"), meta=meta)
+    rows = [*rows_of_a_run(HOSTILE, "x.1"), weights(33, (HOSTILE, "x"), arm=f"jitter={HOSTILE}")]
+    run_folder(tmp_path, *rows, meta=meta)
     dom, console, _ = browse(write_report(tmp_path), tmp_path)
     assert console == []
-    assert drawn(dom) == 7
+    assert drawn(dom) == 11
     assert "<b id=" not in dom
     assert "&lt;b id=planted&gt;" in dom
 
@@ -171,16 +188,18 @@ def test_the_text_report_of_a_run(tmp_path: Path) -> None:
     with (folder / "records.jsonl").open("a") as file:
         file.write('{"step": 40')
     text = text_report(folder)
-    assert text.splitlines()[:6] == [
+    assert text.splitlines()[:8] == [
         "Something was off in the loss, first at step 20; it is over.",
         "",
         "- 1 loss spike, at step 20 (6.1 against a baseline of 2.6), over at step 23.",
         "- Attention: nothing wrong: worst gradient roundoff ratio 1.2 (limit 3 for",
         "  bfloat16) in m.0.attn head 0 at step 9.",
+        "- Weights: in 2 windows of 5 steps, the last from step 19, float32 is above all",
+        "  3 jitter seeds (p = 1/4) in both (last: 2.5 floors).",
         "",
     ]
     assert "Not readable  1 line of the log" in text
-    assert "! records.jsonl:46: a torn last line was skipped (11 characters)" in text
+    assert "! records.jsonl:48: a torn last line was skipped (11 characters)" in text
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -189,7 +208,7 @@ def test_what_could_not_be_read_is_on_the_page(tmp_path: Path) -> None:
     with (folder / "records.jsonl").open("a") as file:
         file.write("<not a record>\n" * 7)
     page = write_report(tmp_path).read_text(encoding="utf-8")
-    assert "records.jsonl:46: an unreadable line was skipped" in page
+    assert "records.jsonl:48: an unreadable line was skipped" in page
     assert "<li>and 2 more</li>" in page
 
 

@@ -35,12 +35,20 @@ def test_a_source_is_named_where_the_catalog_has_one() -> None:
     assert explain("attention/entropy").endswith(" [arXiv 2303.06296].")
 
 
+def test_a_key_is_explained_with_its_arm_or_with_the_placeholder() -> None:
+    sentence = explain("weights/ARM/rel_l2")
+    assert sentence == "Relative L2 (ratio): ||twin - run|| / ||run|| over all weights."
+    assert explain("weights/jitter_1e_6/rel_l2") == sentence
+
+
 @pytest.mark.parametrize(
     ("key", "name"),
     [
         ("loss/value", "loss"),
         ("attention/max_logit", "max logit"),
         ("overhead/attention_percent", "attention"),
+        ("weights/ARM/rel_l2_over_floor", "relative L2 over floor"),
+        ("weights/jitter_1e_6/w1", "W1"),
     ],
 )
 def test_names_are_what_a_reader_says(key: str, name: str) -> None:

@@ -1,4 +1,5 @@
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from stabilitykit.records import Record
 from stabilitykit.report.verdict import Finding, findings, headline
 from stabilitykit.runlog import Records
 
+UNWATCHED = "Weights were not compared with a twin's in this run, or no comparison was due."
 ATTN = "model.blocks.2.attn"
 
 
@@ -39,6 +41,7 @@ def test_a_healthy_run() -> None:
         "Loss: nothing wrong: no event in 300 steps.",
         "Attention: nothing wrong: worst output roundoff ratio 1.1 (limit 3 for bfloat16) in "
         "model.blocks.2.attn head 1 at step 160.",
+        UNWATCHED,
     ]
     assert first(*rows) == "Nothing wrong was seen in the loss or in attention."
 
@@ -114,13 +117,15 @@ def test_nan_in_the_kernels_output() -> None:
         "in 1 of 1 layer.",
         "Attention is off: output roundoff ratio inf (limit 3 for bfloat16) in "
         "model.blocks.2.attn head 1, at step 99, in 1 of 1 layer.",
+        UNWATCHED,
     ]
 
 
 def test_a_ratio_that_is_no_number_is_not_called_healthy() -> None:
     assert texts(attention(99, roundoff_ratio="nan"))[1:] == [
         "Attention could not be judged 1 time: roundoff ratio is not a number, first in "
-        "model.blocks.2.attn at step 99."
+        "model.blocks.2.attn at step 99.",
+        UNWATCHED,
     ]
 
 
@@ -128,6 +133,7 @@ def test_what_was_not_watched_is_said() -> None:
     assert texts(Record(0, 1, "overhead", {})) == [
         "The loss was not watched in this run.",
         "Attention was not watched in this run, or no step was due.",
+        UNWATCHED,
     ]
     assert first(Record(0, 1, "overhead", {})) == "Nothing was judged."
 
@@ -141,7 +147,7 @@ def test_a_model_without_attention_calls_is_said() -> None:
 def test_calls_that_could_not_be_measured_are_said_with_the_reason() -> None:
     skipped = {"h.0": "dropout 0.1 in the kernel", "h.1": "dropout 0.1 in the kernel"}
     row = Record(99, 1, "attention", {}, {"layers": {}, "skipped": skipped})
-    assert texts(row)[1:] == ["Attention was not measured in 2 layers (h.0): dropout 0.1 in the kernel."]
+    assert texts(row)[1] == "Attention was not measured in 2 layers (h.0): dropout 0.1 in the kernel."
 
 
 def test_a_format_without_a_limit_is_not_judged() -> None:
@@ -162,3 +168,128 @@ def test_the_headline_speaks_of_what_is_still_open() -> None:
     assert headline(over)[1] == (
         "Something was off in the loss and in attention, first at step 2; it is over."
     )
+
+
+def test_three_pillars_are_listed_as_a_person_does() -> None:
+    found = [Finding(what, "good", "") for what in ("the loss", "attention", "the weights")]
+    assert headline(found)[1] == "Nothing wrong was seen in the loss, in attention or in the weights."
+
+
+def weights(step: int, words: str, detail: Mapping[str, Any] = {}, **numbers: float) -> Record:
+    values = {f"weights/float32/{name}": number for name, number in numbers.items()}
+    own = {"verdict": {"float32": words}, "floor": {"rel_l2": [1e-5, 2e-5, 3e-5]}, "window": 10}
+    return Record(step, 1, "weights", values, {**own, "forked_at": step - 9, **detail})
+
+
+NOISE = "not distinguishable from the floor"
+ABOVE = "above all 3 jitter seeds (p = 1/4)"
+
+
+@pytest.mark.parametrize(
+    ("words", "numbers", "detail", "sentence"),
+    [
+        (
+            NOISE,
+            {"rel_l2": 2.6e-5, "rel_l2_over_floor": 1.3},
+            {},
+            "Weights: after 10 steps from step 99, float32 is not distinguishable from the run's own "
+            "rounding noise (1.3 floors, 3 jitter seeds).",
+        ),
+        (
+            ABOVE,
+            {"rel_l2": 1e-4, "rel_l2_over_floor": 5.2},
+            {"window": None, "forked_at": 0},
+            "Weights: after 109 steps in lockstep, float32 is above all 3 jitter seeds (p = 1/4): "
+            "5.2 floors.",
+        ),
+        (
+            ABOVE,
+            {"rel_l2": 1e-4, "rel_l2_over_floor": math.inf},
+            {"floor": {"rel_l2": [0.0, 0.0, 0.0]}},
+            "Weights: after 10 steps from step 99, float32 is above all 3 jitter seeds (p = 1/4): "
+            "relative L2 0.0001.",
+        ),
+        (
+            "this arm had no effect",
+            {"rel_l2": 0.0, "rel_l2_over_floor": 0.0},
+            {"floor": {"rel_l2": [1e-5]}},
+            "Weights: after 10 steps from step 99, float32 had no effect (distance 0, 1 jitter seed).",
+        ),
+        (
+            "no floor was measured",
+            {"rel_l2": 1e-4},
+            {"floor": {"rel_l2": []}},
+            "Weights: after 10 steps from step 99, float32 was measured without a noise floor "
+            "(relative L2 0.0001).",
+        ),
+        (
+            "the floor is not finite",
+            {"rel_l2": 1e-4, "rel_l2_over_floor": math.nan},
+            {"floor": {"rel_l2": [1e-5, "nan"]}},
+            "Weights: after 10 steps from step 99, float32 has no finite noise floor to stand against "
+            "(relative L2 0.0001, 2 jitter seeds).",
+        ),
+    ],
+)
+def test_one_comparison_of_weights(
+    words: str, numbers: dict[str, float], detail: dict[str, Any], sentence: str
+) -> None:
+    found = findings(Records([weights(108, words, detail, **numbers)]))
+    assert found[-1] == Finding("the weights", "good" if words in (NOISE, ABOVE) else "unknown", sentence)
+
+
+def test_many_windows_are_counted() -> None:
+    rows = [
+        weights(108 + 100 * at, NOISE if at == 2 else ABOVE, rel_l2=1e-4, rel_l2_over_floor=1.0 + at)
+        for at in range(5)
+    ]
+    assert texts(*rows)[2] == (
+        "Weights: in 5 windows of 10 steps, the last from step 499, float32 is above all 3 jitter seeds "
+        "(p = 1/4) in 4 of 5 and is not distinguishable from the run's own rounding noise in 1 "
+        "(last: 5 floors)."
+    )
+    assert first(*rows) == "Nothing wrong was seen in the weights."
+
+
+def test_lockstep_measurements_are_counted_and_arms_told_one_by_one() -> None:
+    def row(step: int) -> Record:
+        values = {"weights/float32/rel_l2": 1e-4, "weights/jitter_1e_6/rel_l2": 2e-5}
+        verdict = {"float32": ABOVE, "jitter=1e-6": NOISE}
+        return Record(step, 1, "weights", values, {"verdict": verdict, "window": None, "forked_at": 0})
+
+    assert texts(row(99), row(199))[2] == (
+        "Weights: at 2 measured steps, the last after 200 steps in lockstep, float32 is above all 3 jitter "
+        "seeds (p = 1/4) in both (last: relative L2 0.0001); jitter=1e-6 is not distinguishable from the "
+        "run's own rounding noise in both (last: relative L2 2e-05)."
+    )
+
+
+def test_weights_that_are_not_finite_are_what_is_wrong() -> None:
+    lost = {"nonfinite": {"main": 3, "float32": 5}}
+    words = "not finite: 3 weights of the run, 5 of the twin"
+    rows = [
+        weights(108, NOISE, rel_l2=2e-5, rel_l2_over_floor=1.0),
+        weights(208, words, lost, rel_l2=math.nan),
+        weights(308, words, lost, rel_l2=math.nan),
+    ]
+    assert texts(*rows)[2:] == [
+        "3 weights of the run are not finite, since step 208, last seen at step 308.",
+        "Weights: after 10 steps from step 99, float32 is not distinguishable from the run's own rounding "
+        "noise (1 floor, 3 jitter seeds).",
+    ]
+    assert first(*rows) == "Something is off in the weights, since step 208."
+
+
+def test_a_twin_that_is_not_finite_is_not_called_the_run() -> None:
+    words = "not finite: 0 weights of the run, 5 of the twin"
+    row = weights(108, words, {"nonfinite": {"main": 0, "float32": 5}}, rel_l2=math.nan)
+    assert texts(row)[2:] == [
+        "5 weights of the float32 twin are not finite, while the run's are, at step 108."
+    ]
+    assert first(row) == "Something is off in the weights of the float32 twin, since step 108."
+
+
+def test_a_weights_record_without_numbers_or_words() -> None:
+    assert texts(Record(9, 1, "weights"))[2:] == ["Weights: nothing was compared in 1 record."]
+    row = Record(9, 1, "weights", {"weights/float32/rel_l2": 1e-4})
+    assert texts(row)[2:] == ["Weights: at step 9, float32 has no verdict (relative L2 0.0001)."]

@@ -1,0 +1,1 @@
+"""What it costs, beside peers and limits."""

@@ -1,0 +1,163 @@
+"""What each monitor adds to a training step: interleaved real Trainer runs with and without it."""
+
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from stabilitykit.callbacks import AttentionMonitor, LossMonitor, WeightMonitor
+from stabilitykit.gpt.module import GPTModule, TextData
+
+MODELS: dict[str, dict[str, int]] = {
+    "gpt_nano": {"layers": 4, "width": 128, "heads": 4, "context": 256, "batch_size": 8},
+    "gpt_10m": {"layers": 6, "width": 384, "heads": 6, "context": 256, "batch_size": 2},
+}
+MIXED, FULL = "bf16-mixed", "32-true"
+STEPS, WARMUP = 14, 2  # of every run; the first are not counted: allocation, first touch
+EVERY, WINDOW = 7, 6  # due on steps 6 and 13; a window of twins on steps 6 to 11
+ATTENTION_CADENCE = 100  # the defaults, over which the cost of a due step is spread
+TWIN_CADENCE, TWIN_WINDOW = 1000, 10
+
+Monitors = Callable[[], list[Any]]
+
+
+def _lockstep() -> list[Any]:
+    # Never due within the bench: the twin's step alone, without a measurement.
+    return [WeightMonitor(every_n_steps=10**6, window=None, arms=["float32"], floor_seeds=0)]
+
+
+CASES: dict[str, tuple[str, Monitors]] = {
+    "plain": (MIXED, list),
+    "loss": (MIXED, lambda: [LossMonitor()]),
+    "attention": (MIXED, lambda: [AttentionMonitor(EVERY)]),
+    "both": (MIXED, lambda: [LossMonitor(), AttentionMonitor(EVERY)]),
+    "windowed": (MIXED, lambda: [WeightMonitor(EVERY, window=WINDOW)]),
+    "lockstep": (MIXED, _lockstep),
+    "float32": (FULL, list),
+}
+
+
+class _Clock(pl.Callback):
+    """Seconds of every step; the last callback, it sees what the monitors before it took."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self._started = 0.0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.steps.append(now - self._started)
+        self._started = now
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A ratio of step times and the limit it is held against."""
+
+    value: float
+    limit: float
+
+
+def overhead(*, rounds: int = 3) -> list[dict[str, Any]]:
+    """Per model: step time with a monitor over step time without, every case once per round.
+
+    Monitors that are due now and then are spread over their default cadence (`..._every_100`: steps;
+    `windowed_twins`: window 10 every 1000, one arm and three jitter seeds). The limit of a watching
+    monitor is 1; that of a float32 twin in lockstep 1 + t_float32 / t_main, both from this run. `value`
+    is the median over rounds, `interval` their middle half, `ratio` the median of value / limit.
+    """
+    results = []
+    for model, shape in MODELS.items():
+        found: dict[str, list[Figure]] = {}
+        for _ in range(rounds):
+            times = {name: _steps(shape, *case) for name, case in CASES.items()}
+            for name, figure in figures(times).items():
+                found.setdefault(name, []).append(figure)
+        results += [_row(f"{model}/{name}", values) for name, values in found.items()]
+    return results
+
+
+def figures(times: dict[str, list[float]]) -> dict[str, Figure]:
+    """The ratios of one round, from the seconds of every step of every case."""
+    off = slice(WARMUP, EVERY - 1)  # steps before the first due one
+    plain = statistics.median(times["plain"][WARMUP:])
+    result = {"loss": Figure(statistics.median(times["loss"][WARMUP:]) / plain, 1.0)}
+    for name in ("attention", "both"):
+        rest = statistics.median(times[name][WARMUP : EVERY - 1] + times[name][EVERY : 2 * EVERY - 1])
+        due = statistics.median(times[name][EVERY - 1 :: EVERY])
+        result[f"{name}_due_step"] = Figure(due / plain, 1.0)
+        spread = rest + (due - rest) / ATTENTION_CADENCE
+        result[f"{name}_every_{ATTENTION_CADENCE}"] = Figure(spread / plain, 1.0)
+    first, *middle, last = times["windowed"][EVERY - 1 : EVERY - 1 + WINDOW]
+    rest, inside = statistics.median(times["windowed"][off]), statistics.median(middle)
+    fork_and_measure = max(first + last - 2 * inside, 0.0)
+    spread = rest + (TWIN_WINDOW * (inside - rest) + fork_and_measure) / TWIN_CADENCE
+    result["windowed_twins"] = Figure(spread / plain, 1.0)
+    lockstep = statistics.median(times["lockstep"][WARMUP:])
+    limit = 1 + statistics.median(times["float32"][WARMUP:]) / plain
+    return {**result, "lockstep_float32_twin": Figure(lockstep / plain, limit)}
+
+
+def _steps(shape: dict[str, int], precision: str, monitors: Monitors) -> list[float]:
+    clock = _Clock()
+    with TemporaryDirectory() as folder, _quiet():
+        trainer = pl.Trainer(
+            accelerator="auto",
+            devices=1,
+            precision=precision,  # pyright: ignore[reportArgumentType]  a literal of Lightning's
+            max_steps=STEPS,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+            default_root_dir=folder,
+            callbacks=[*monitors(), clock],
+        )
+        torch.manual_seed(0)
+        model: dict[str, Any] = {key: value for key, value in shape.items() if key != "batch_size"}
+        data = TextData(batch_size=shape["batch_size"], context=shape["context"])
+        trainer.fit(GPTModule(vocab_size=256, **model), datamodule=data)
+    return clock.steps
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    # Twins that are never measured here say so; the bench knows.
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _row(name: str, found: list[Figure]) -> dict[str, Any]:
+    values = [figure.value for figure in found]
+    low, high = min(values), max(values)
+    if len(values) > 3:
+        low, _, high = statistics.quantiles(values, n=4)
+    return {
+        "name": name,
+        "value": statistics.median(values),
+        "unit": "x a plain step",
+        "limit": statistics.median(figure.limit for figure in found),
+        "ratio": statistics.median(figure.value / figure.limit for figure in found),
+        "interval": [low, high],
+    }

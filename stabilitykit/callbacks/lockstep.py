@@ -1,0 +1,210 @@
+"""Runs twins beside a Trainer: each does what the main run does, a moment before it, with its own tensors."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from stabilitykit.callbacks.run import world
+from stabilitykit.observe.arm import Arm
+from stabilitykit.observe.twin import Twin
+
+_SHARDED = ("fsdp", "deepspeed", "modelparallel")
+
+
+class Lockstep:
+    """Twins that take every training step of a LightningModule, inside its own `training_step`.
+
+    Forward and backward run before the main ones, where learning rates, steps and random streams are
+    still the main run's; the optimizer steps when the main one is about to, through the Trainer's own
+    code: unscaling, the module's `on_before_optimizer_step` and `configure_gradient_clipping`. Under
+    manual optimisation the whole `training_step` runs with the twin's optimizers.
+    """
+
+    def __init__(self, trainer: Any, module: Any, twins: Mapping[str, Twin]):
+        self.twins = twins
+        self._trainer = trainer
+        self._module = module
+        self._plugin = trainer.precision_plugin
+        self._losses: dict[str, Tensor | None] = {}
+        self._open = ExitStack()
+
+    def open(self, timed: Callable[[], Any]) -> None:
+        """From here on `training_step` runs the twins first, inside `timed()`."""
+        original = self._module.training_step
+
+        @functools.wraps(original)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            with timed():
+                for name, twin in self.twins.items():
+                    with self._acting(name, twin):
+                        self._losses[name] = self._pass(twin, original, args, kwargs)
+            return original(*args, **kwargs)
+
+        self._open.enter_context(_holding(self._module, training_step=training_step))
+
+    def close(self) -> None:
+        """`training_step` is the module's own again."""
+        self._open.close()
+
+    def step(self) -> None:
+        """Automatic optimisation: every twin's optimizer steps; the main gradients are complete."""
+        for name, twin in self.twins.items():
+            with self._acting(name, twin):
+                _average(twin)
+                twin.step(functools.partial(self._optimizer_step, self._losses[name]))
+
+    def _optimizer_step(self, loss: Tensor | None, optimizer: Any) -> None:
+        self._plugin.optimizer_step(optimizer, model=self._module, closure=lambda: loss)
+
+    def _pass(self, twin: Twin, original: Callable[..., Any], args: Any, kwargs: Any) -> Tensor | None:
+        self._share_buffers(twin)
+        own_args, own_kwargs = twin.own((args, kwargs))
+        if not self._module.automatic_optimization:
+            twin.follow()
+            return twin.forward_backward(lambda: _loss(original(*own_args, **own_kwargs)), _done)
+
+        def forward() -> Tensor | None:
+            loss = _loss(original(*own_args, **own_kwargs))
+            self._zero_grad(twin)
+            return None if loss is None else loss / self._trainer.accumulate_grad_batches
+
+        return twin.forward_backward(forward, self._backward)
+
+    def _share_buffers(self, twin: Twin) -> None:
+        # DDP has just done this for the main run's, where it does so at all.
+        ddp = self._trainer.strategy.model
+        if getattr(ddp, "broadcast_buffers", False) and ddp.require_forward_param_sync:
+            for buffer in twin.buffers():
+                dist.broadcast(buffer, 0)
+
+    def _zero_grad(self, twin: Twin) -> None:
+        # Through the module's own hook: gradients of zero and none at all are not the same to Adam.
+        batch = self._trainer.fit_loop.batch_idx
+        if batch % self._trainer.accumulate_grad_batches == 0:
+            self._module.optimizer_zero_grad(self._trainer.current_epoch, batch, twin.optimizers[0])
+
+    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        scaled = self._plugin.pre_backward(loss, self._module)
+        self._plugin.backward(scaled, self._module, None, *args, **kwargs)
+        self._plugin.post_backward(scaled, self._module)
+
+    @contextmanager
+    def _acting(self, name: str, twin: Twin) -> Iterator[None]:
+        """The Trainer has the twin's scaler and optimizers, and no callbacks."""
+        trainer, module, strategy = self._trainer, self._module, self._trainer.strategy
+        with ExitStack() as stack:
+            stack.enter_context(_holding(trainer, callbacks=[], should_stop=trainer.should_stop))
+            if hasattr(self._plugin, "scaler"):
+                stack.enter_context(_holding(self._plugin, scaler=twin.scaler))
+            if not module.automatic_optimization:
+                stack.enter_context(_holding(strategy, _optimizers=[], _lightning_optimizers=[]))
+                strategy.optimizers = twin.optimizers
+                overrides = {
+                    "manual_backward": functools.partial(self._manual_backward, twin),
+                    "lr_schedulers": functools.partial(_idle, module.lr_schedulers()),
+                }
+                stack.enter_context(_holding(module, **overrides))
+            try:
+                yield
+            except Exception as problem:
+                problem.add_note(f"in the twin {name!r} of WeightMonitor")
+                raise
+
+    def _manual_backward(self, twin: Twin, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._backward(loss, *args, **kwargs)
+        # Before the user clips; a strategy that holds back its own synchronisation says so here.
+        if getattr(self._trainer.strategy.model, "require_backward_grad_sync", True):
+            _average(twin)
+
+
+def refuse_sharded(trainer: Any, module: Any) -> None:
+    """ValueError where parameters are spread over ranks: a twin would silently use the run's own."""
+    strategy = type(trainer.strategy).__name__
+    spread = [name for name, p in module.named_parameters() if isinstance(p, DTensor)]
+    if spread or any(word in strategy.lower() for word in _SHARDED):
+        what = f"{strategy} with sharded parameters" if spread else strategy
+        raise ValueError(
+            f"WeightMonitor: expected whole parameters on every rank, got {what}; save checkpoints of two "
+            "runs and compare them with `stabilitykit compare A B`"
+        )
+
+
+def twin_bytes(module: Any, optimizers: Sequence[Optimizer], arm: Arm) -> int:
+    """What a twin takes beside its activations: weights, gradients, optimizer state, buffers."""
+
+    def size(tensor: Tensor) -> int:
+        item = arm.dtype.itemsize if arm.dtype and tensor.is_floating_point() else tensor.element_size()
+        return tensor.numel() * item
+
+    held = sum(map(size, [*module.parameters(), *module.buffers()]))
+    trained = sum(size(p) for p in module.parameters() if p.requires_grad)
+    states = sum(
+        size(p) * _states(group) for o in optimizers for group in o.param_groups for p in group["params"]
+    )
+    return held + trained + states
+
+
+def _states(group: dict[str, Any]) -> int:
+    # State is made on the first step, so before it the settings must tell; two is what most keep.
+    if "betas" in group or "momentum" not in group:
+        return 3 if group.get("amsgrad") else 2
+    return 1 if group["momentum"] else 0
+
+
+class _Idle:
+    """A learning-rate scheduler that can be read but does not step: the main run steps it."""
+
+    def __init__(self, scheduler: Any):
+        self._scheduler = scheduler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+
+def _idle(schedulers: Any) -> Any:
+    if isinstance(schedulers, list):
+        return [_Idle(scheduler) for scheduler in schedulers]
+    return None if schedulers is None else _Idle(schedulers)
+
+
+def _loss(outputs: Any) -> Tensor | None:
+    return outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+
+
+def _done(loss: Tensor) -> None:
+    """Under manual optimisation `training_step` itself has run the backward."""
+
+
+def _average(twin: Twin) -> None:
+    """Averages the twin's gradients over the ranks, as DDP does: those that any rank has."""
+    if world() == 1:
+        return
+    has = [grad is not None for grad in twin.gradients()]
+    device = next(iter(twin.pairs()[1].values())).device
+    used = torch.tensor(has, dtype=torch.int32, device=device)
+    dist.all_reduce(used, dist.ReduceOp.MAX)
+    for grad in twin.fill_gradients(used.bool().tolist()):
+        dist.all_reduce(grad.div_(world()))
+
+
+@contextmanager
+def _holding(owner: Any, **values: Any) -> Iterator[None]:
+    """`owner` has these instance attributes for a while, and then what it had before."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            vars(owner).pop(name, None)
+        vars(owner).update(before)

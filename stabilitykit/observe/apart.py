@@ -1,0 +1,64 @@
+"""Keeps a twin's pass apart from the run: its random streams, its autocast, the taps that watch it."""
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import numpy
+import torch
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from stabilitykit.observe.tap import Tap
+
+
+@contextmanager
+def streams_kept(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Random numbers drawn inside (torch on CPU and `devices`, python, numpy) were never drawn after it."""
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(numpy.random.set_state, numpy.random.get_state())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for device in devices:
+            if device.type not in ("cpu", "meta"):
+                stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
+        yield
+
+
+def seed_streams(seed: int) -> None:
+    """All the streams of `streams_kept` start from `seed`."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+@contextmanager
+def autocast(devices: Iterable[torch.device], dtype: torch.dtype | Literal[False]) -> Iterator[None]:
+    """Autocast to `dtype`, or none at all, whatever is on outside."""
+    with ExitStack() as stack:
+        for kind in sorted({device.type for device in devices}):
+            on: dict[str, Any] = {"dtype": dtype} if dtype else {}
+            stack.enter_context(torch.autocast(kind, enabled=bool(dtype), cache_enabled=False, **on))
+        yield
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """No `Tap` that is open outside sees what runs inside.
+
+    Other modes are part of the computation (torch.device is one) and stay.
+    """
+    modes = _get_current_function_mode_stack()
+    others = [mode for mode in modes if not isinstance(mode, Tap)]
+    _restack(modes, others)
+    try:
+        yield
+    finally:
+        _restack(others, modes)
+
+
+def _restack(now: Sequence[Any], then: Sequence[Any]) -> None:
+    for _ in now:
+        _pop_mode()
+    for mode in then:
+        _push_mode(mode)
