@@ -213,6 +213,7 @@ def fit(argv: list[str]) -> int:
         raise ValueError(one_line(problem)) from problem
     finally:
         logging.disable(logging.NOTSET)
+    _drop_wandb_without_login(cli.trainer)
     started = cli.trainer.global_step
     try:
         cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.config.ckpt_path)
@@ -227,6 +228,20 @@ def fit(argv: list[str]) -> int:
     finally:
         _close(cli.trainer)
     return 0
+
+
+def _drop_wandb_without_login(trainer: Any) -> None:
+    for logger in list(trainer.loggers):
+        if type(logger).__name__ == "WandbLogger":
+            try:
+                logger.experiment  # noqa: B018  starts the run
+            except Exception as problem:  # whatever a view raises, the run it shows must not die of it
+                trainer.loggers = [other for other in trainer.loggers if other is not logger]
+                print(
+                    f"stabilitykit: training goes on without W&B: {one_line(problem)} (without an account: "
+                    "--trainer.logger.init_args.offline=true)",
+                    file=sys.stderr,
+                )
 
 
 def _close(trainer: Any) -> None:

@@ -93,6 +93,27 @@ def test_gpt2_124m_runs_at_reduced_depth_with_every_monitor(tmp_path, monkeypatc
     assert list(tmp_path.rglob("*.wandb"))
 
 
+def test_without_a_wandb_login_training_goes_on_and_offline_is_suggested(
+    tmp_path, monkeypatch, wandb_home, capsys
+):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_SILENT", "false")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.chdir(tmp_path)
+    recipe = yaml.safe_load((ROOT / "recipes/gpt-nano.yaml").read_text())
+    recipe["model"]["init_args"] |= {"layers": 1, "width": 16, "context": 16}
+    recipe["data"]["init_args"] |= {"context": 16, "batch_size": 1}
+    recipe["trainer"] |= {"max_steps": 2, "val_check_interval": 4, "enable_progress_bar": False}
+    wandb_logger = {"class_path": "pytorch_lightning.loggers.WandbLogger", "init_args": {"project": "p"}}
+    recipe["trainer"] |= {"logger": wandb_logger, "default_root_dir": str(tmp_path)}
+    (tmp_path / "online.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["fit", "--config", str(tmp_path / "online.yaml")]) == 0
+    told = capsys.readouterr().err
+    assert "stabilitykit: training goes on without W&B" in told
+    assert "--trainer.logger.init_args.offline=true" in told
+    assert [row.step for row in read_records(find_folder(tmp_path)).of("loss")] == [0, 1]
+
+
 def start(folder, *more):
     argv = [sys.executable, "-m", "stabilitykit.cli", "fit", "--config", str(ROOT / "recipes/gpt-nano.yaml")]
     small = ["--model.init_args.layers=2", "--model.init_args.width=32", "--data.init_args.batch_size=2"]
