@@ -75,6 +75,16 @@ def rows_of_a_run(*names: str) -> list[Record]:
 
 def browse(page: Path, tmp: Path) -> tuple[str, list[str], set[str]]:
     """The page's DOM after its scripts ran, its console lines, and every URL it asked for."""
+    for attempt in range(3):
+        try:
+            return browse_once(page, tmp / f"browser-{attempt}")
+        except (subprocess.SubprocessError, json.JSONDecodeError) as problem:
+            failed = problem  # the browser itself crashed or tore its log: nothing about the page
+    raise failed
+
+
+def browse_once(page: Path, tmp: Path) -> tuple[str, list[str], set[str]]:
+    tmp.mkdir()
     net = tmp / "net.json"
     # No name resolves: neither a page that asks nor the browser's own habits leave this machine.
     quiet = "background-networking component-update sync default-apps extensions quic gpu"
