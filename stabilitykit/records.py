@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-KINDS = ("loss", "attention", "weights", "precursors", "ring", "overhead", "event")
-
 
 @dataclass(frozen=True, slots=True)
 class Record:

@@ -162,6 +162,7 @@ class _Part:
         """One dict of numbers per sampled head."""
         where: dict[str, Any] = {"rows": self.rows, "heads": self.sample.heads, **self.options}
         exact = attention_rows(self.q, self.k, self.v, dtype=self.dtype, **where)
+        self.exact_out = exact.out  # what dq's noise needs again
         moved = self._stored(attention_rows(*self.moved, dtype=self.dtype, **where).out)
         low = plain_attention(self.q, self.k, self.v, **where)
         fast = self._sequences(self.call.out)[:, self.sample.heads][:, :, self.rows]
@@ -223,7 +224,7 @@ class _Part:
         delta = rowsum(dO * O), dS = P * (dP - delta), dq = scale dS k (FlashAttention-2, arXiv
         2307.08691, Alg. 2): a change e of delta moves dq by -scale e (P k).
         """
-        out = attention_rows(self.q, self.k, self.v, dtype=self.dtype, **where).out
+        out = self.exact_out
         keys = attention_rows(self.q, self.k, self.k, dtype=self.dtype, **where).out
         change = (grad_out.to(out.dtype) * (self._stored(out) - out)).sum(-1, keepdim=True)
         scale = self.options["scale"] or self.q.shape[-1] ** -0.5

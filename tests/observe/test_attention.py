@@ -137,3 +137,16 @@ def test_worst_knows_which_way_is_bad():
     ]
     assert worst(rows) == {"rel_l2": 2.0, "entropy": 0.2, "sign_bias": -3.0, "nonfinite": 3.0}
     assert math.isnan(worst([{"a": 1.0}, {"a": math.nan}])["a"])
+
+
+def test_a_healthy_16_bit_kernel_is_near_one_where_keys_and_values_share_a_mean():
+    # As in any trained model: the rounding of the stored out, coherent over the keys, reaches dq by delta.
+    q = torch.randn(1, 2, 128, 16).mul(0.3).bfloat16().requires_grad_()
+    k, v = (torch.randn(1, 2, 128, 16).mul(0.1).add(2).bfloat16().requires_grad_() for _ in range(2))
+    calls = []
+    with Tap(nn.Identity(), calls.append):
+        out = F.scaled_dot_product_attention(q, k, v)
+        out.backward(torch.randn(out.shape).bfloat16())
+    for head in measured(calls[0], sample_of(calls[0], heads=2, rows=128))["heads"]:
+        assert 0.2 < head["roundoff_ratio"] < 3
+        assert 0.2 < head["dq_roundoff_ratio"] < 3
