@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stabilitykit.callbacks import AttentionMonitor, LossMonitor, WeightMonitor, monitors
     from stabilitykit.numerics.deviation import deviation
+    from stabilitykit.numerics.emulated import emulated_flash_attention, emulated_flash_attention_grad
     from stabilitykit.numerics.exact import exact_attention, exact_attention_grad
     from stabilitykit.numerics.spikes import SpikeDetector
     from stabilitykit.numerics.wasserstein import wasserstein
@@ -23,6 +24,8 @@ _HOMES = {
     "Twin": "observe.twin",
     "WeightMonitor": "callbacks",
     "deviation": "numerics.deviation",
+    "emulated_flash_attention": "numerics.emulated",
+    "emulated_flash_attention_grad": "numerics.emulated",
     "exact_attention": "numerics.exact",
     "exact_attention_grad": "numerics.exact",
     "monitors": "callbacks",
@@ -38,6 +41,8 @@ __all__ = [
     "Twin",
     "WeightMonitor",
     "deviation",
+    "emulated_flash_attention",
+    "emulated_flash_attention_grad",
     "exact_attention",
     "exact_attention_grad",
     "monitors",

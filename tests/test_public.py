@@ -17,6 +17,8 @@ NAMES = [
     "Twin",
     "WeightMonitor",
     "deviation",
+    "emulated_flash_attention",
+    "emulated_flash_attention_grad",
     "exact_attention",
     "exact_attention_grad",
     "monitors",

@@ -1,7 +1,6 @@
 """How far a kernel's result is from the exact one, in numbers that formats and shapes share.
 
-All of them are computed in float64; `Precision` is a torch.dtype, "tf32" or an int, the mantissa
-bits stored (bfloat16 has 7).
+All of them are computed in float64.
 """
 
 import math
@@ -9,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-Precision = torch.dtype | str | int
+from stabilitykit.numerics.formats import Precision, rounded, ulp, unit_roundoff
 
 
 def deviation(
@@ -78,6 +77,33 @@ def deviation(
     }
 
 
+def by_quartile(
+    fast: Tensor,
+    exact: Tensor,
+    low: Tensor | None = None,
+    perturbed: Tensor | None = None,
+    *,
+    dtype: Precision | None = None,
+) -> list[dict[str, float]]:
+    """The numbers of `deviation` for each quarter of the query positions, dim -2 of [..., q, d].
+
+    Under a causal mask the first rows average few values, so their errors hide those of all others.
+
+    Raises:
+        ValueError: as `deviation`, and fewer than 4 positions.
+
+    >>> fast = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
+    >>> [numbers["max_abs"] for numbers in by_quartile(fast, torch.zeros(4, 1))]
+    [1.0, 2.0, 4.0, 8.0]
+    """
+    _check(fast, exact, low, perturbed)
+    if fast.ndim < 2 or fast.shape[-2] < 4:
+        raise ValueError(f"quartiles need [..., q, d] with q >= 4, got shape {tuple(fast.shape)}")
+    tensors = (fast, exact, low, perturbed)
+    quarters = ((None,) * 4 if x is None else x.tensor_split(4, -2) for x in tensors)
+    return [deviation(*parts, dtype=dtype) for parts in zip(*quarters, strict=True)]
+
+
 def perturb(tensor: Tensor, dtype: Precision, generator: torch.Generator) -> Tensor:
     """`tensor` * (1 + u r) in float64, u the unit roundoff of `dtype`, r uniform in [-1, 1].
 
@@ -87,21 +113,6 @@ def perturb(tensor: Tensor, dtype: Precision, generator: torch.Generator) -> Ten
         tensor.device
     )
     return tensor.detach().double() * (1 + unit_roundoff(dtype) * (2 * r - 1))
-
-
-def unit_roundoff(dtype: Precision) -> float:
-    """The largest relative error of one rounding to the nearest: 2^-(mantissa bits + 1).
-
-    >>> unit_roundoff(torch.bfloat16) == unit_roundoff(7) == 2**-8
-    True
-    """
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return torch.finfo(dtype).eps / 2
-    if dtype == "tf32":
-        return 2.0**-11
-    if isinstance(dtype, int) and not isinstance(dtype, bool) and dtype >= 0:
-        return 2.0 ** -(dtype + 1)
-    raise ValueError(f'dtype must be a floating torch.dtype, "tf32" or mantissa bits >= 0, got {dtype!r}')
 
 
 def _check(fast: Tensor, *others: Tensor | None) -> None:
@@ -136,27 +147,11 @@ def _one_add(true: Tensor, precision: Precision) -> float:
         x = true.to(precision)
         moved = (x + 0.3 - 0.3) - x
     else:
-        x, step = _rounded(true, precision), _rounded(true.new_tensor(0.3), precision)
-        moved = _rounded(_rounded(x + step, precision) - step, precision) - x
+        x, step = rounded(true, precision), rounded(true.new_tensor(0.3), precision)
+        moved = rounded(rounded(x + step, precision) - step, precision) - x
     return 2 * moved.abs().max().item()
-
-
-def _rounded(x: Tensor, precision: Precision) -> Tensor:
-    """`x` at the mantissa width of `precision`, to nearest even, with float64's exponents."""
-    ulp = _ulp(x, precision)
-    return torch.where(x == 0, x, torch.round(x / ulp) * ulp)
-
-
-def _ulp(x: Tensor, precision: Precision) -> Tensor:
-    """2^floor(log2|x|) times the format's eps; below a dtype's normal numbers, its spacing there."""
-    power = x.abs() / torch.frexp(x.abs()).mantissa  # exactly 2^(floor(log2|x|) + 1)
-    ulp = power * unit_roundoff(precision)
-    if isinstance(precision, torch.dtype):
-        info = torch.finfo(precision)
-        ulp = ulp.clamp(min=info.smallest_normal * info.eps)
-    return ulp
 
 
 def _sign_bias(gap: Tensor, true: Tensor, precision: Precision) -> float:
     gap, true = gap[true != 0], true[true != 0]
-    return (true.sign() * gap / _ulp(true, precision)).mean().item() if true.numel() else 0.0
+    return (true.sign() * gap / ulp(true, precision)).mean().item() if true.numel() else 0.0

@@ -90,7 +90,7 @@ def attention_rows(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Attention
     The largest logit is the signal of arXiv 2309.14322, the entropy that of arXiv 2303.06296.
     """
     call = Scores(q, k, v, **options)
-    with _exactly(call):
+    with exactly(call):
         return _forward(call)
 
 
@@ -109,7 +109,7 @@ def exact_attention_grad(
     call = Scores(q, k, v, **options)
     got, expected = tuple(grad_out.shape), (*call.shape, v.shape[-1])
     require(got == expected, f"grad_out must have the shape of out, {expected}, got {got}")
-    with _exactly(call):
+    with exactly(call):
         return _backward(call, grad_out)
 
 
@@ -195,7 +195,7 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @contextmanager
-def _exactly(call: Scores) -> Iterator[None]:
+def exactly(call: Scores) -> Iterator[None]:
     """No autograd, autocast or TF32, and only a dtype in which results may be called exact."""
     allowed = (torch.float64, torch.float32)
     require(call.dtype in allowed, f"dtype must be float64 or float32, got {call.dtype}")
