@@ -23,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         "report": report,
         "spikes": spikes,
         "dashboard": dashboard,
+        "study": study,
         "bench": bench,
     }
     if not args or args[0] in ("-h", "--help"):
@@ -164,6 +165,40 @@ def dashboard(argv: list[str]) -> int:
 
     print(workspace_json(entity, project) if args.dry_run else workspace(entity, project).save().url)
     return 0
+
+
+def study(argv: list[str]) -> int:
+    """Runs an experiment: claims with bands fixed before, numbers, figures."""
+    parser = _parser("study", "An experiment: its claims, and with --out a page of its figures.")
+    parser.add_argument("what", type=str, choices=["deviation"])
+    parser.add_argument("--seeds", type=str, default="0,1,2", help="of the random inputs, as 3,4,5")
+    parser.add_argument("--kernel", type=str, help="package.module:function of (q, k, v), in the same table")
+    parser.add_argument("--out", type=str, help="a folder for NAME.html and NAME.json")
+    parser.add_argument("--format", type=str, choices=["table", "json"], default="table")
+    args = parser.parse_args(argv)
+    seeds = _seeds(args.seeds)
+    from stabilitykit.report.study import CLAIM_COLUMNS, claim_lines, write_study
+    from stabilitykit.studies.deviation import deviation_study
+
+    found = deviation_study(seeds=seeds, kernel=args.kernel)
+    document = found.to_json()
+    if args.out is not None:
+        print(write_study(Path(args.out), document, found.figures), file=sys.stderr)
+    if args.format == "json":
+        from stabilitykit.records import spell
+
+        print(json.dumps(spell(document)))
+    else:
+        lines = claim_lines(document["claims"])
+        print(_table([dict(zip(CLAIM_COLUMNS, line, strict=True)) for line in lines]) + f"\n\n{found.words}")
+    return 1 if any(claim["holds"] is False for claim in document["claims"]) else 0
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as problem:
+        raise ValueError(f"expected --seeds as 3,4,5, got {text!r}") from problem
 
 
 def bench(argv: list[str]) -> int:

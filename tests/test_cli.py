@@ -39,10 +39,10 @@ def loss_csv(tmp_path):
 def test_no_command_or_a_wrong_one_lists_those_there_are(capsys):
     assert main([]) == 2
     assert "dashboard" in capsys.readouterr().out
-    assert "(fit, report, spikes, dashboard, bench), got 'train'" in error_of(capsys, ["train"])
+    assert "(fit, report, spikes, dashboard, study, bench), got 'train'" in error_of(capsys, ["train"])
 
 
-@pytest.mark.parametrize("command", ["fit", "report", "spikes", "dashboard", "bench"])
+@pytest.mark.parametrize("command", ["fit", "report", "spikes", "dashboard", "study", "bench"])
 def test_every_command_has_help(capsys, command):
     assert main([command, "--help"]) == 0
     assert "usage" in capsys.readouterr().out.lower()
@@ -132,6 +132,33 @@ def test_a_dashboard_without_network_is_one_json_document(capsys):
     assert (document["entity"], document["project"]) == ("acme", "gpt")
     for wrong in ("acme", "acme/", "/gpt", "a/b/c"):
         assert f"expected ENTITY/PROJECT, got '{wrong}'" in error_of(capsys, ["dashboard", wrong])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["nothing"], "deviation"),
+        (["deviation", "--seeds", "one"], "expected --seeds as 3,4,5, got 'one'"),
+        (["deviation", "--kernel", "nowhere:f"], "No module named 'nowhere'"),
+        (["deviation", "--kernel", "torch:numel"], "expected torch:numel on bfloat16"),
+    ],
+)
+def test_a_study_that_cannot_run_is_one_line(capsys, options, named):
+    assert named in error_of(capsys, ["study", *options])
+
+
+@pytest.mark.slow
+def test_the_study_of_deviation_holds_all_its_claims_and_draws_its_page(capsys, tmp_path):
+    options = ["--seeds", "3", "--kernel", "torch.nn.functional:scaled_dot_product_attention"]
+    assert main(["study", "deviation", *options, "--format", "json", "--out", str(tmp_path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["claims"]) == 16
+    assert all(claim["holds"] is True for claim in told["claims"])
+    mine = [row for row in told["results"] if "approximation" in row]
+    assert {row["mask"] for row in mine} == {"none"}
+    assert max(row["approximation"] for row in mine) < 1e-12
+    assert (tmp_path / "deviation.html").is_file()
+    assert json.loads((tmp_path / "deviation.json").read_text())["claims"] == told["claims"]
 
 
 def test_line_breaks_are_folded():

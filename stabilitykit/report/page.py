@@ -2,21 +2,20 @@
 
 import json
 import textwrap
-import time
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from stabilitykit.report.figures import figure
-from stabilitykit.report.panels import PANELS, SECTIONS, Panel
+from stabilitykit.report.panels import PANELS, SECTIONS
 from stabilitykit.report.reading import events, number, show
+from stabilitykit.report.shell import card, grid, rows, verdict
+from stabilitykit.report.shell import page as shell
 from stabilitykit.report.summary import table
 from stabilitykit.report.verdict import findings, headline
 from stabilitykit.runlog import RECORDS, Records, find_folder, read_meta, read_records
 
-_HERE = Path(__file__).parent
 _PROBLEMS_SHOWN = 5
 
 
@@ -76,39 +75,22 @@ def _html(folder: Path, records: Records) -> str:
     state, sentence = headline(found)
     figures: list[dict[str, Any]] = []
     sections = "".join(_sections(records, figures))
-    meta = read_meta(folder)
     items = "".join(f'<li class="{f.state}">{escape(f.text)}</li>' for f in found)
-    return Template(_asset("assets/page.html")).substitute(
-        title=escape(_run_name(folder)),
-        headline=escape(sentence),
-        state=state,
-        findings=items,
-        table=_rows(table(records)),
-        problems=_problem_list(records),
-        sections=sections,
-        navigation="".join(_navigation(records)),
-        facts="".join(_facts(meta)),
-        written=time.strftime("%Y-%m-%d %H:%M"),
-        folder=escape(str(folder.resolve())),
-        style=_asset("assets/page.css"),
-        script=_asset("assets/page.js"),
-        plotly=_asset("vendor/plotly-cartesian.min.js").replace("</script", "<\\/script"),
-        figures=_script_json(figures),
+    facts, path = "".join(_facts(read_meta(folder))), escape(str(folder.resolve()))
+    body = (
+        verdict(state, sentence, f"<ul>{items}</ul>"),
+        f'<table class="summary">{rows(table(records))}</table>',
+        _problem_list(records),
+        sections,
+        f'<section id="facts"><h2>Run facts</h2>{facts}<p class="path">{path}</p></section>',
     )
-
-
-def _script_json(value: Any) -> str:
-    r"""JSON that cannot end the script element it stands in: only "<" could.
-
-    >>> _script_json(["</script>"])
-    '["\\u003c/script>"]'
-    """
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c")
-
-
-def _asset(name: str) -> str:
-    return (_HERE / name).read_text(encoding="utf-8")
+    return shell(
+        title=_run_name(folder),
+        eyebrow="Run report",
+        navigation=[*_navigation(records), ("facts", "Run facts")],
+        body="\n".join(body),
+        figures=figures,
+    )
 
 
 def _run_name(folder: Path) -> str:
@@ -116,33 +98,19 @@ def _run_name(folder: Path) -> str:
     return "/".join(folder.resolve().parent.parts[-2:]).lstrip("/") or folder.name
 
 
-def _navigation(records: Records) -> Iterator[str]:
-    for kind, title in SECTIONS.items():
-        if records.of(kind):
-            yield f'<a href="#{kind}">{title}</a>'
+def _navigation(records: Records) -> Iterator[tuple[str, str]]:
+    return ((kind, title) for kind, title in SECTIONS.items() if records.of(kind))
 
 
 def _sections(records: Records, figures: list[dict[str, Any]]) -> Iterator[str]:
     """The sections' HTML; every figure drawn in them is appended to `figures`."""
     for kind, title in SECTIONS.items():
         drawn = [(panel, figure(panel, records)) for panel in PANELS if panel.kind == kind]
-        cards = [_card(panel, found, figures) for panel, found in drawn if found]
+        cards = [card(panel.title, found, panel.help, figures) for panel, found in drawn if found]
         if kind == "loss":
             cards += _event_table(records)
         if cards:
             yield f'<section id="{kind}"><h2>{title}</h2>{"".join(cards)}</section>'
-
-
-def _card(panel: Panel, found: dict[str, Any], figures: list[dict[str, Any]]) -> str:
-    figures.append(found)
-    height, title = found["layout"]["height"], escape(panel.title)
-    plot = f'<div class="plot" role="img" aria-label="{title}" style="height:{height}px"></div>'
-    summary = f"<details><summary>What it says</summary>{_help(panel)}</details>"
-    return f"<article><header><h3>{title}</h3></header>{plot}{summary}</article>"
-
-
-def _help(panel: Panel) -> str:
-    return "".join(f"<p>{escape(sentence)}</p>" for sentence in panel.help)
 
 
 def _event_table(records: Records) -> list[str]:
@@ -150,15 +118,9 @@ def _event_table(records: Records) -> list[str]:
     if not flagged:
         return []
     columns = ("kind", "start", "onset", "end", "peak", "peak_step", "baseline", "score", "message")
-    head = "".join(f"<th scope=col>{name.replace('_', ' ')}</th>" for name in columns)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(_cell(event, name))}</td>" for name in columns) + "</tr>"
-        for event in flagged
-    )
-    return [
-        "<article><header><h3>Flagged events</h3></header><div class=scroll><table class=events>"
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></article>"
-    ]
+    lines = [[_cell(event, name) for name in columns] for event in flagged]
+    table = grid([name.replace("_", " ") for name in columns], lines)
+    return [f"<article><header><h3>Flagged events</h3></header>{table}</article>"]
 
 
 def _cell(event: dict[str, Any], name: str) -> str:
@@ -173,18 +135,11 @@ def _problem_list(records: Records) -> str:
     return f'<h2>Not readable</h2><ul class="problems">{items}</ul>' if items else ""
 
 
-def _rows(pairs: list[tuple[str, str]]) -> str:
-    return "".join(
-        f"<tr><th scope=row>{escape(label)}</th><td>{escape(text)}</td></tr>" for label, text in pairs
-    )
-
-
 def _facts(meta: dict[str, Any]) -> Iterator[str]:
     """One foldable table per part of `meta.json`, nested names joined by dots."""
     for name, part in meta.items():
-        rows = _rows(list(_flat(part)))
         head = f"<summary>{escape(name)}</summary>"
-        yield f"<details>{head}<table class=facts>{rows}</table></details>"
+        yield f"<details>{head}<table class=facts>{rows(_flat(part))}</table></details>"
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

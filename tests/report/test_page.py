@@ -1,8 +1,6 @@
 import json
 import math
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +8,12 @@ from typing import Any
 
 import pytest
 
+from chromium import browse, browser, drawn
 from stabilitykit.records import Record
 from stabilitykit.report.page import text_report, write_report
 from stabilitykit.runlog import RunLog, start_attempt
 
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
 HOSTILE = "</script><b id=planted>blocks</b>.0<!--<script>"
-browser = pytest.mark.skipif(not CHROMIUM, reason="no browser: set CHROMIUM or install chromium")
 
 
 def attention(step: int, *names: str) -> Record:
@@ -71,56 +68,6 @@ def rows_of_a_run(*names: str) -> list[Record]:
     rows += [attention(9, *names), attention(19, *names), Record(39, 1, "overhead", cost)]
     rows += [weights(13, names), weights(23, names)]
     return [*rows, spike(20, None), spike(23, 23)]
-
-
-def browse(page: Path, tmp: Path) -> tuple[str, list[str], set[str]]:
-    """The page's DOM after its scripts ran, its console lines, and every URL it asked for."""
-    for attempt in range(3):
-        try:
-            return browse_once(page, tmp / f"browser-{attempt}")
-        except (subprocess.SubprocessError, json.JSONDecodeError) as problem:
-            failed = problem  # the browser itself crashed or tore its log: nothing about the page
-    raise failed
-
-
-def browse_once(page: Path, tmp: Path) -> tuple[str, list[str], set[str]]:
-    tmp.mkdir()
-    net = tmp / "net.json"
-    # No name resolves: neither a page that asks nor the browser's own habits leave this machine.
-    quiet = "background-networking component-update sync default-apps extensions quic gpu"
-    done = subprocess.run(
-        [
-            str(CHROMIUM),
-            "--headless",
-            "--no-sandbox",
-            "--no-first-run",
-            "--no-proxy-server",
-            *(f"--disable-{what}" for what in quiet.split()),
-            "--host-resolver-rules=MAP * ~NOTFOUND",
-            "--enable-logging=stderr",
-            "--v=0",
-            "--window-size=1200,6000",
-            "--virtual-time-budget=10000",
-            f"--user-data-dir={tmp / 'profile'}",
-            f"--log-net-log={net}",
-            "--dump-dom",
-            page.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    requests = [event.get("params", {}) for event in json.loads(net.read_text())["events"]]
-    # The browser's own requests (its clock, its updates) have no origin; a page's have one.
-    own = "not an origin"
-    asked = {r["url"] for r in requests if "url" in r and r.get("initiator", own) != own}
-    return done.stdout, console, asked
-
-
-def drawn(dom: str) -> int:
-    return len(re.findall(r'class="plot js-plotly-plot', dom))
 
 
 @browser

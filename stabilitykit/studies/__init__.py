@@ -1,0 +1,1 @@
+"""Experiments that answer a question: claims with bands fixed before running, numbers, figures."""
