@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from stabilitykit.numerics.scores import Scores, require
+from stabilitykit.numerics.scores import Block, Scores, require
 
 
 class AttentionRows(NamedTuple):
@@ -81,7 +81,9 @@ def exact_attention(
     >>> exact_attention(q, q, v, causal=True)[0].flatten().tolist()
     [1.0, 2.0]
     """
-    return attention_rows(**locals())[:2]
+    call = Scores(**locals())
+    with _exactly(call):
+        return _forward(call, statistics=False)[:2]
 
 
 def attention_rows(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionRows:
@@ -91,7 +93,7 @@ def attention_rows(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Attention
     """
     call = Scores(q, k, v, **options)
     with _exactly(call):
-        return _forward(call)
+        return _forward(call, statistics=True)
 
 
 def exact_attention_grad(
@@ -131,67 +133,90 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return out.view(*call.shape, v.shape[-1])
 
 
-def _forward(call: Scores) -> AttentionRows:
+def _forward(call: Scores, statistics: bool) -> AttentionRows:
     n_pairs, n_rows, d_v = len(call.head), len(call.row), call.v.shape[-1]
     out, lse = call.full(0, n_pairs, n_rows, d_v), call.full(-math.inf, n_pairs, n_rows)
     max_logit, entropy = call.full(-math.inf, n_pairs), call.full(0, n_pairs)
-    counted = call.full(0, n_pairs)
+    counted, (room, more) = call.full(0, n_pairs), call.room(2)
     for pairs in call.chunks():
-        q, k, v = call.take(pairs)
-        q = q * call.factor
-        for block in call.blocks():
-            raw = torch.bmm(q[:, block.rows], k[:, block.some].mT)
+        q, k, v = _operands(call, pairs)
+        for block in call.blocks:
+            raw = torch.bmm(q[:, block.rows], k[..., block.some], out=_part(room, len(q), block))
             logits, _ = call.logits(raw, pairs, block)
-            peak, seen = call.visible(raw, logits, block)
-            max_logit[pairs] = torch.maximum(max_logit[pairs], peak.amax(-1))
-            weights, total, lse[pairs, block.rows] = _softmax(logits)
-            # A weight of 0 has a shifted logit of -inf or nearly so: clamped, their product is 0.
-            lost = logits.clamp_(min=-1e3).mul_(weights).sum(-1, keepdim=True)
-            share = (total.log() - lost / total).squeeze(-1) / seen.log()
-            entropy[pairs] += share.where(seen > 1, 0).sum(-1)
-            counted[pairs] += (seen > 1).sum(-1)
-            weights = call.dropped(weights, pairs, block)
-            out[pairs, block.rows] = torch.bmm(weights, v[:, block.some]).div_(total)
+            probs, top = _softmax(call, logits, _part(more, len(q), block))
+            rows_lse = (top - probs.amax(-1, keepdim=True).log()).squeeze(-1)
+            if statistics:
+                peak, seen = call.visible(raw, logits, top, block)
+                max_logit[pairs] = torch.maximum(max_logit[pairs], peak.amax(-1))
+                entropy[pairs] += _entropy(logits, probs, top, rows_lse, seen)
+                counted[pairs] += (seen > 1).sum(-1)
+            rows_out = torch.bmm(call.dropped(probs, pairs, block), v[..., block.some].mT)
+            out[pairs, block.rows], lse[pairs, block.rows] = _unless_blind(call, rows_out, top), rows_lse
     entropy /= counted
     shape, heads = call.shape, call.shape[:2]
     return AttentionRows(out.view(*shape, d_v), lse.view(shape), max_logit.view(heads), entropy.view(heads))
 
 
 def _backward(call: Scores, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out = grad_out.flatten(0, 1)
+    grad_out, rooms = grad_out.flatten(0, 1), call.room(3)
     dq = call.full(0, len(call.head), len(call.row), call.q.shape[-1])
     dk, dv = call.full(0, *call.k.shape), call.full(0, *call.v.shape)
     for pairs in call.chunks():
-        q, k, v = call.take(pairs)
-        q, grad = q * call.factor, grad_out[pairs].to(call.dtype)
+        q, k, v = _operands(call, pairs)
+        grad = grad_out[pairs].to(call.dtype)
         dk_pairs, dv_pairs = torch.zeros_like(k), torch.zeros_like(v)
-        for block in call.blocks():
-            q_rows, k_seen, v_seen = q[:, block.rows], k[:, block.some], v[:, block.some]
-            logits, tanh = call.logits(torch.bmm(q_rows, k_seen.mT), pairs, block)
-            weights, total, _ = _softmax(logits)
-            grad_rows = grad[:, block.rows] / total  # so that the weights need no division
-            kept = call.dropped(weights, pairs, block)
-            dv_pairs[:, block.some].baddbmm_(kept.mT, grad_rows)
-            slope = torch.bmm(grad_rows, v_seen.mT, out=logits)
-            slope = call.dropped(slope, pairs, block).mul_(weights)
-            slope.addcmul_(weights, slope.sum(-1, keepdim=True) / total, value=-1)
+        for block in call.blocks:
+            one, two, three = (_part(room, len(q), block) for room in rooms)
+            q_rows, k_seen, v_seen = q[:, block.rows], k[..., block.some], v[..., block.some]
+            logits, tanh = call.logits(torch.bmm(q_rows, k_seen, out=one), pairs, block)
+            probs, top = _softmax(call, logits, two)
+            grad_rows = _unless_blind(call, grad[:, block.rows], top)
+            dv_pairs[..., block.some].baddbmm_(grad_rows.mT, call.dropped(probs, pairs, block))
+            slope = call.dropped(torch.bmm(grad_rows, v_seen, out=one), pairs, block)
+            _softmax_backward(slope, probs, -1, call.dtype, grad_input=three)
             if tanh is not None:
-                slope.mul_(1 - tanh * tanh)
-            dq[pairs, block.rows] = torch.bmm(slope, k_seen).mul_(call.factor)
-            dk_pairs[:, block.some].baddbmm_(slope.mT, q_rows)
+                three.mul_(1 - tanh * tanh)
+            dq[pairs, block.rows] = torch.bmm(three, k_seen.mT).mul_(call.factor)
+            dk_pairs[..., block.some].baddbmm_(q_rows.mT, three)
         kv_pair = call.batch[pairs] * call.k.shape[1] + call.kv_head[pairs]
-        dk.flatten(0, 1).index_add_(0, kv_pair, dk_pairs)
-        dv.flatten(0, 1).index_add_(0, kv_pair, dv_pairs)
+        dk.flatten(0, 1).index_add_(0, kv_pair, dk_pairs.mT)
+        dv.flatten(0, 1).index_add_(0, kv_pair, dv_pairs.mT)
     return dq.view(*call.shape, dq.shape[-1]), dk, dv
 
 
-def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(logits - max), its row sums (1 where all is hidden), lse; shifts `logits` in place."""
+_softmax_backward = torch.ops.aten._softmax_backward_data.out
+
+
+def _operands(call: Scores, pairs: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled q [pairs, rows, d]; k and v as [pairs, d, keys], with which all seven products are fastest."""
+    q, k, v = call.take(pairs)
+    return q * call.factor, k.mT.contiguous(), v.mT.contiguous()
+
+
+def _part(room: Tensor, pairs: int, block: Block) -> Tensor:
+    rows, keys = block.rows.stop - block.rows.start, block.some.stop - block.some.start
+    return room[: pairs * rows * keys].view(pairs, rows, keys)
+
+
+def _softmax(call: Scores, logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax(logits) and each row's largest; what a row that sees nothing gets is finite, no more."""
     top = logits.amax(-1, keepdim=True)
-    weights = logits.sub_(top.masked_fill(top == -math.inf, 0)).exp()
-    total = weights.sum(-1, keepdim=True)
-    lse = (top + total.log()).squeeze(-1)
-    return weights, total.masked_fill_(total == 0, 1), lse
+    if call.may_be_blind:
+        logits[..., :1].masked_fill_(top == -math.inf, 0)
+    return torch.softmax(logits, -1, out=out), top
+
+
+def _unless_blind(call: Scores, rows: Tensor, top: Tensor) -> Tensor:
+    """`rows`, with 0 where nothing is seen."""
+    return rows.masked_fill(top == -math.inf, 0) if call.may_be_blind else rows
+
+
+def _entropy(logits: Tensor, probs: Tensor, top: Tensor, lse: Tensor, seen: Tensor) -> Tensor:
+    """Of each pair, the sum of its rows' entropies over log(seen); writes into `logits`."""
+    # A probability of 0 has a shifted logit of -inf or nearly so: clamped, their product is 0.
+    lost = logits.sub_(top).clamp_(min=-1e3).mul_(probs).sum(-1)
+    share = (lse - top.squeeze(-1) - lost) / seen.log()
+    return share.where(seen > 1, 0).sum(-1)
 
 
 @contextmanager

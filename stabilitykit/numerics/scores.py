@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ROWS = 128  # query rows per block: enough for fast matrix products, few masked keys if causal
+_ROWS = 128  # query rows per block, enough for fast matrix products
+_WASTE = 16  # if causal, fewer: about 1 key in so many is masked of those that a block looks at
 # Scores in one block: a CPU wants them in its cache, a GPU wants many.
 _CPU_SCORES, _GPU_SCORES = 1 << 17, 1 << 24
 
@@ -60,6 +61,14 @@ class Scores:
         self.head = head.to(device).repeat(b)
         self.kv_head = self.head // (h // max(self.k.shape[1], 1))
         self.shape = (b, len(head), len(row))
+        self.may_be_blind = self.mask is not None or bool((self.span[1] >= self.span[2]).any())
+        self.per_block = _ROWS
+        if self.causal or self.window:
+            self.per_block = min(_ROWS, max(32, self.k.shape[2] // _WASTE))
+        limit = _CPU_SCORES if device.type == "cpu" else _GPU_SCORES
+        most = limit // max(1, min(self.per_block, len(row)) * self.k.shape[2])
+        self.per_chunk = max(1, min(most, len(self.head)))
+        self.blocks = self._blocks()
         if self.mask is not None and self.mask.is_floating_point():
             _warn_if_zero_one(self.mask, self.row)
 
@@ -69,14 +78,18 @@ class Scores:
 
     def chunks(self) -> Iterator[slice]:
         """Ranges of pairs: short ones share one batch of matrix products."""
-        limit = _CPU_SCORES if self.q.device.type == "cpu" else _GPU_SCORES
-        size = max(1, limit // max(1, min(_ROWS, len(self.row)) * self.k.shape[2]))
-        return (slice(i, i + size) for i in range(0, len(self.head), size))
+        starts = range(0, len(self.head), self.per_chunk)
+        return (slice(i, i + self.per_chunk) for i in starts)
 
-    def blocks(self) -> list[Block]:
+    def room(self, count: int) -> list[Tensor]:
+        """`count` flat tensors that hold the scores of any one block, to be used again and again."""
+        sizes = [(b.rows.stop - b.rows.start) * (b.some.stop - b.some.start) for b in self.blocks]
+        return [self.full(0, self.per_chunk * max(sizes, default=0)) for _ in range(count)]
+
+    def _blocks(self) -> list[Block]:
         """The rows in ranges, without those ranges that see no key."""
-        starts = range(0, len(self.row), _ROWS)
-        blocks = [self.block(slice(i, i + _ROWS)) for i in starts]
+        n, size = len(self.row), self.per_block
+        blocks = [self.block(slice(i, min(i + size, n))) for i in range(0, n, size)]
         return [block for block in blocks if block.some.start < block.some.stop]
 
     def block(self, rows: slice) -> Block:
@@ -88,7 +101,7 @@ class Scores:
     def take(self, pairs: slice) -> tuple[Tensor, Tensor, Tensor]:
         """The wanted rows of q and all of k and v for a range of pairs, [pairs, :, d]."""
         batch, kv_head = self.batch[pairs], self.kv_head[pairs]
-        q = self.q[batch[:, None], self.head[pairs, None], self.row]
+        q = self.q[batch, self.head[pairs]][:, self.row]
         k, v = self.k[batch, kv_head], self.v[batch, kv_head]
         return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
 
@@ -137,15 +150,15 @@ class Scores:
             unseen = column[right:] >= self.last[block.rows, None]
             logits[..., right:].masked_fill_(unseen, -math.inf)
 
-    def visible(self, raw: Tensor, logits: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def visible(self, raw: Tensor, logits: Tensor, top: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Per row, the largest raw score of a visible key and the number of visible keys."""
         if raw is logits:
-            return raw.amax(-1), (self.last - self.first)[block.rows].to(self.dtype)
+            return top.squeeze(-1), (self.last - self.first)[block.rows].to(self.dtype)
         floor = -math.inf
         if self.mask is not None and self.mask.dtype != torch.bool:
             # Many models hide a key by adding the lowest finite number.
             floor = torch.finfo(self.mask.dtype).min / 2
-        hidden = logits <= floor
+        hidden = (logits <= floor) | (top == -math.inf)
         return raw.masked_fill_(hidden, -math.inf).amax(-1), (~hidden).sum(-1).to(self.dtype)
 
     def dropped(self, probs: Tensor, pairs: slice, block: Block) -> Tensor:

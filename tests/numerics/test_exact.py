@@ -408,7 +408,7 @@ def test_float32_is_full_float32_inside_and_put_back_after(precision):
     q, k, v, _ = inputs(n=10)
     inside = []
 
-    def fail(_):
+    def fail(*_, **__):
         inside.append(torch.backends.mkldnn.matmul.fp32_precision)
         raise MemoryError
 

@@ -34,7 +34,7 @@ def test_blocks_leave_out_what_no_row_sees():
     q = torch.zeros(1, 1, 6, 1)
     with mock.patch.object(scores, "_ROWS", 2):
         call = Scores(q, q[:, :, :2], q[:, :, :2], causal=True, align="bottom_right")
-        ranges = [(b.rows, b.some, b.all) for b in call.blocks()]
+        ranges = [(b.rows, b.some, b.all) for b in call.blocks]
     assert ranges == [(slice(4, 6), slice(0, 2), slice(0, 1))]
 
 
