@@ -122,7 +122,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     `exact_attention` but for `dtype`. It holds all scores of the selected rows and heads at once.
     """
     call = Scores(q, k, v, **options, dtype=q.dtype)
-    pairs, block = slice(0, len(call.head)), call.block(slice(0, len(call.row)))
+    pairs, block = slice(0, len(call.pairs)), call.block(slice(0, len(call.row)))
     with torch.autocast(q.device.type, enabled=False):
         q_, k_, v_ = call.take(pairs)
         raw = q_ @ k_[:, block.some].mT * call.factor
@@ -134,16 +134,18 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def _forward(call: Scores, statistics: bool) -> AttentionRows:
-    n_pairs, n_rows, d_v = len(call.head), len(call.row), call.v.shape[-1]
+    n_pairs, n_rows, d_v = len(call.pairs), len(call.row), call.v.shape[-1]
     out, lse = call.full(0, n_pairs, n_rows, d_v), call.full(-math.inf, n_pairs, n_rows)
     max_logit, entropy = call.full(-math.inf, n_pairs), call.full(0, n_pairs)
-    counted, (room, more) = call.full(0, n_pairs), call.room(2)
+    counted, rooms, operands = call.full(0, n_pairs), call.rooms(2), _Operands(call)
     for pairs in call.chunks():
-        q, k, v = _operands(call, pairs)
+        q, k, v = operands.load(pairs)
         for block in call.blocks:
-            raw = torch.bmm(q[:, block.rows], k[..., block.some], out=_part(room, len(q), block))
+            one, two = (_part(room, len(q), block) for room in rooms)
+            raw = one.baddbmm_(q[:, block.rows], k[..., block.some], beta=0, alpha=call.factor)
             logits, _ = call.logits(raw, pairs, block)
-            probs, top = _softmax(call, logits, _part(more, len(q), block))
+            top = logits.amax(-1, keepdim=True)
+            probs, blind = _softmax(call, logits, two)
             rows_lse = (top - probs.amax(-1, keepdim=True).log()).squeeze(-1)
             if statistics:
                 peak, seen = call.visible(raw, logits, top, block)
@@ -151,46 +153,63 @@ def _forward(call: Scores, statistics: bool) -> AttentionRows:
                 entropy[pairs] += _entropy(logits, probs, top, rows_lse, seen)
                 counted[pairs] += (seen > 1).sum(-1)
             rows_out = torch.bmm(call.dropped(probs, pairs, block), v[..., block.some].mT)
-            out[pairs, block.rows], lse[pairs, block.rows] = _unless_blind(call, rows_out, top), rows_lse
+            out[pairs, block.rows], lse[pairs, block.rows] = _unless(blind, rows_out), rows_lse
     entropy /= counted
     shape, heads = call.shape, call.shape[:2]
     return AttentionRows(out.view(*shape, d_v), lse.view(shape), max_logit.view(heads), entropy.view(heads))
 
 
 def _backward(call: Scores, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out, rooms = grad_out.flatten(0, 1), call.room(3)
-    dq = call.full(0, len(call.head), len(call.row), call.q.shape[-1])
+    grad_out, rooms, operands = grad_out.flatten(0, 1), call.rooms(3), _Operands(call)
+    dq = call.full(0, len(call.pairs), len(call.row), call.q.shape[-1])
     dk, dv = call.full(0, *call.k.shape), call.full(0, *call.v.shape)
     for pairs in call.chunks():
-        q, k, v = _operands(call, pairs)
+        q, k, v = operands.load(pairs)
         grad = grad_out[pairs].to(call.dtype)
         dk_pairs, dv_pairs = torch.zeros_like(k), torch.zeros_like(v)
         for block in call.blocks:
             one, two, three = (_part(room, len(q), block) for room in rooms)
             q_rows, k_seen, v_seen = q[:, block.rows], k[..., block.some], v[..., block.some]
-            logits, tanh = call.logits(torch.bmm(q_rows, k_seen, out=one), pairs, block)
-            probs, top = _softmax(call, logits, two)
-            grad_rows = _unless_blind(call, grad[:, block.rows], top)
+            raw = one.baddbmm_(q_rows, k_seen, beta=0, alpha=call.factor)
+            logits, tanh = call.logits(raw, pairs, block)
+            probs, blind = _softmax(call, logits, two)
+            grad_rows = _unless(blind, grad[:, block.rows])
             dv_pairs[..., block.some].baddbmm_(grad_rows.mT, call.dropped(probs, pairs, block))
             slope = call.dropped(torch.bmm(grad_rows, v_seen, out=one), pairs, block)
             _softmax_backward(slope, probs, -1, call.dtype, grad_input=three)
             if tanh is not None:
                 three.mul_(1 - tanh * tanh)
-            dq[pairs, block.rows] = torch.bmm(three, k_seen.mT).mul_(call.factor)
-            dk_pairs[..., block.some].baddbmm_(q_rows.mT, three)
-        kv_pair = call.batch[pairs] * call.k.shape[1] + call.kv_head[pairs]
-        dk.flatten(0, 1).index_add_(0, kv_pair, dk_pairs.mT)
-        dv.flatten(0, 1).index_add_(0, kv_pair, dv_pairs.mT)
-    return dq.view(*call.shape, dq.shape[-1]), dk, dv
+            dq[pairs, block.rows] = torch.bmm(three, k_seen.mT)
+            dk_pairs[..., block.some].baddbmm_(q_rows.mT, three, alpha=call.factor)
+        for i, (batch, _, kv_head) in enumerate(call.pairs[pairs]):
+            dk[batch, kv_head] += dk_pairs[i].mT
+            dv[batch, kv_head] += dv_pairs[i].mT
+    return dq.mul_(call.factor).view(*call.shape, dq.shape[-1]), dk, dv
 
 
 _softmax_backward = torch.ops.aten._softmax_backward_data.out
 
 
-def _operands(call: Scores, pairs: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled q [pairs, rows, d]; k and v as [pairs, d, keys], with which all seven products are fastest."""
-    q, k, v = call.take(pairs)
-    return q * call.factor, k.mT.contiguous(), v.mT.contiguous()
+class _Operands:
+    """q [pairs, rows, d], k and v as [pairs, d, keys]: all seven products are fastest on these."""
+
+    def __init__(self, call: Scores) -> None:
+        self.call, count = call, call.per_chunk
+        (keys, d), d_v = call.k.shape[2:], call.v.shape[3]
+        shapes = (count, len(call.row), d), (count, d, keys), (count, d_v, keys)
+        self.rooms = [call.q.new_empty(shape, dtype=call.dtype) for shape in shapes]
+
+    def load(self, pairs: slice) -> list[Tensor]:
+        """Those of a range of pairs, in memory that the next range takes again."""
+        call = self.call
+        chosen = call.pairs[pairs]
+        q, k, v = operands = [room[: len(chosen)] for room in self.rooms]
+        for i, (batch, head, kv_head) in enumerate(chosen):
+            rows = call.q[batch, head]
+            q[i].copy_(rows if call.rows is None else rows[call.row])
+            k[i].copy_(call.k[batch, kv_head].mT)
+            v[i].copy_(call.v[batch, kv_head].mT)
+        return operands
 
 
 def _part(room: Tensor, pairs: int, block: Block) -> Tensor:
@@ -198,17 +217,17 @@ def _part(room: Tensor, pairs: int, block: Block) -> Tensor:
     return room[: pairs * rows * keys].view(pairs, rows, keys)
 
 
-def _softmax(call: Scores, logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """softmax(logits) and each row's largest; what a row that sees nothing gets is finite, no more."""
-    top = logits.amax(-1, keepdim=True)
+def _softmax(call: Scores, logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
+    """softmax(logits) and, where there may be any, the rows that see nothing: theirs is only finite."""
+    blind = None
     if call.may_be_blind:
-        logits[..., :1].masked_fill_(top == -math.inf, 0)
-    return torch.softmax(logits, -1, out=out), top
+        blind = logits.amax(-1, keepdim=True) == -math.inf
+        logits[..., :1].masked_fill_(blind, 0)
+    return torch.softmax(logits, -1, out=out), blind
 
 
-def _unless_blind(call: Scores, rows: Tensor, top: Tensor) -> Tensor:
-    """`rows`, with 0 where nothing is seen."""
-    return rows.masked_fill(top == -math.inf, 0) if call.may_be_blind else rows
+def _unless(blind: Tensor | None, rows: Tensor) -> Tensor:
+    return rows if blind is None else rows.masked_fill(blind, 0)
 
 
 def _entropy(logits: Tensor, probs: Tensor, top: Tensor, lse: Tensor, seen: Tensor) -> Tensor:

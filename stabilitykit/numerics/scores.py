@@ -57,9 +57,12 @@ class Scores:
         self.factor = 1 / math.sqrt(d) if self.scale is None else self.scale
         self.span = _spans(self, row)  # kept on the CPU too, to plan blocks without waiting
         self.row, self.level, self.first, self.last = (x.to(device) for x in (row, *self.span))
+        group = h // max(self.k.shape[1], 1)
+        self.pairs = [(i, j, j // group) for i in range(b) for j in head.tolist()]
         self.batch = torch.arange(b, device=device).repeat_interleave(len(head))
         self.head = head.to(device).repeat(b)
-        self.kv_head = self.head // (h // max(self.k.shape[1], 1))
+        self.kv_head = self.head // group
+        self.column = torch.arange(self.k.shape[2], device=device)
         self.shape = (b, len(head), len(row))
         self.may_be_blind = self.mask is not None or bool((self.span[1] >= self.span[2]).any())
         self.per_block = _ROWS
@@ -67,7 +70,7 @@ class Scores:
             self.per_block = min(_ROWS, max(32, self.k.shape[2] // _WASTE))
         limit = _CPU_SCORES if device.type == "cpu" else _GPU_SCORES
         most = limit // max(1, min(self.per_block, len(row)) * self.k.shape[2])
-        self.per_chunk = max(1, min(most, len(self.head)))
+        self.per_chunk = max(1, min(most, len(self.pairs)))
         self.blocks = self._blocks()
         if self.mask is not None and self.mask.is_floating_point():
             _warn_if_zero_one(self.mask, self.row)
@@ -78,13 +81,14 @@ class Scores:
 
     def chunks(self) -> Iterator[slice]:
         """Ranges of pairs: short ones share one batch of matrix products."""
-        starts = range(0, len(self.head), self.per_chunk)
+        starts = range(0, len(self.pairs), self.per_chunk)
         return (slice(i, i + self.per_chunk) for i in starts)
 
-    def room(self, count: int) -> list[Tensor]:
+    def rooms(self, count: int) -> list[Tensor]:
         """`count` flat tensors that hold the scores of any one block, to be used again and again."""
         sizes = [(b.rows.stop - b.rows.start) * (b.some.stop - b.some.start) for b in self.blocks]
-        return [self.full(0, self.per_chunk * max(sizes, default=0)) for _ in range(count)]
+        size = self.per_chunk * max(sizes, default=0)
+        return [torch.empty(size, dtype=self.dtype, device=self.q.device) for _ in range(count)]
 
     def _blocks(self) -> list[Block]:
         """The rows in ranges, without those ranges that see no key."""
@@ -101,7 +105,7 @@ class Scores:
     def take(self, pairs: slice) -> tuple[Tensor, Tensor, Tensor]:
         """The wanted rows of q and all of k and v for a range of pairs, [pairs, :, d]."""
         batch, kv_head = self.batch[pairs], self.kv_head[pairs]
-        q = self.q[batch, self.head[pairs]][:, self.row]
+        q = self.q[batch[:, None], self.head[pairs, None], self.row]
         k, v = self.k[batch, kv_head], self.v[batch, kv_head]
         return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
 
@@ -134,14 +138,12 @@ class Scores:
     def _alibi(self, pairs: slice, block: Block) -> Tensor:
         assert self.alibi_slopes is not None
         slopes = self.alibi_slopes.expand(self.q.shape[:2])[self.batch[pairs], self.head[pairs]]
-        column = torch.arange(block.some.start, block.some.stop, device=self.q.device)
-        distance = (self.level[block.rows, None] - column).abs()
+        distance = (self.level[block.rows, None] - self.column[block.some]).abs()
         return slopes.to(self.dtype)[:, None, None] * distance
 
     def _hide(self, logits: Tensor, block: Block) -> None:
         """Causal, window and packing, in place; keys that all rows see, the most, cost nothing."""
-        start, stop = block.some.start, block.some.stop
-        column = torch.arange(start, stop, device=logits.device)
+        column, start, stop = self.column[block.some], block.some.start, block.some.stop
         left, right = max(block.all.start - start, 0), max(block.all.stop - start, 0)
         if left > 0:
             unseen = column[:left] < self.first[block.rows, None]

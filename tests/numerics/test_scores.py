@@ -42,7 +42,7 @@ def test_chunks_hold_a_bounded_number_of_scores():
     q = torch.zeros(2, 12, 50, 1)
     with mock.patch.object(scores, "_CPU_SCORES", 50 * 50 * 5):
         call = Scores(q, q, q)
-        sizes = [len(call.head[pairs]) for pairs in call.chunks()]
+        sizes = [len(call.pairs[pairs]) for pairs in call.chunks()]
     assert sizes == [5, 5, 5, 5, 4]
 
 
