@@ -122,19 +122,20 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     `exact_attention` but for `dtype`. It holds all scores of the selected rows and heads at once.
     """
     call = Scores(q, k, v, **options, dtype=q.dtype)
-    pairs, block = slice(0, len(call.pairs)), call.block(slice(0, len(call.row)))
+    pairs, block = slice(0, len(call.head)), call.block(slice(0, len(call.row)))
     with torch.autocast(q.device.type, enabled=False):
-        q_, k_, v_ = call.take(pairs)
-        raw = q_ @ k_[:, block.some].mT * call.factor
+        q_ = q[:, call.heads_of_q][:, :, call.row].flatten(0, 1)
+        k_, v_ = (x[:, call.heads_of_kv][:, :, block.some].flatten(0, 1) for x in (k, v))
+        raw = q_ @ k_.mT * call.factor
         logits, _ = call.logits(raw, pairs, block)
         blind = (logits == -math.inf).all(-1, keepdim=True)
         probs = torch.softmax(logits.masked_fill(blind, 0), -1).masked_fill(blind, 0)
-        out = call.dropped(probs, pairs, block) @ v_[:, block.some]
+        out = call.dropped(probs, pairs, block) @ v_
     return out.view(*call.shape, v.shape[-1])
 
 
 def _forward(call: Scores, statistics: bool) -> AttentionRows:
-    n_pairs, n_rows, d_v = len(call.pairs), len(call.row), call.v.shape[-1]
+    n_pairs, n_rows, d_v = len(call.head), len(call.row), call.v.shape[-1]
     out, lse = call.full(0, n_pairs, n_rows, d_v), call.full(-math.inf, n_pairs, n_rows)
     max_logit, entropy = call.full(-math.inf, n_pairs), call.full(0, n_pairs)
     counted, rooms, operands = call.full(0, n_pairs), call.rooms(2), _Operands(call)
@@ -161,12 +162,13 @@ def _forward(call: Scores, statistics: bool) -> AttentionRows:
 
 def _backward(call: Scores, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     grad_out, rooms, operands = grad_out.flatten(0, 1), call.rooms(3), _Operands(call)
-    dq = call.full(0, len(call.pairs), len(call.row), call.q.shape[-1])
+    dq = call.full(0, len(call.head), len(call.row), call.q.shape[-1])
     dk, dv = call.full(0, *call.k.shape), call.full(0, *call.v.shape)
+    sums = [torch.empty_like(room) for room in operands.rooms[1:]]
     for pairs in call.chunks():
         q, k, v = operands.load(pairs)
         grad = grad_out[pairs].to(call.dtype)
-        dk_pairs, dv_pairs = torch.zeros_like(k), torch.zeros_like(v)
+        dk_pairs, dv_pairs = (room[: len(k)].zero_() for room in sums)
         for block in call.blocks:
             one, two, three = (_part(room, len(q), block) for room in rooms)
             q_rows, k_seen, v_seen = q[:, block.rows], k[..., block.some], v[..., block.some]
@@ -181,9 +183,10 @@ def _backward(call: Scores, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                 three.mul_(1 - tanh * tanh)
             dq[pairs, block.rows] = torch.bmm(three, k_seen.mT)
             dk_pairs[..., block.some].baddbmm_(q_rows.mT, three, alpha=call.factor)
-        for i, (batch, _, kv_head) in enumerate(call.pairs[pairs]):
-            dk[batch, kv_head] += dk_pairs[i].mT
-            dv[batch, kv_head] += dv_pairs[i].mT
+        batch, heads = call.place(pairs)
+        for i, head in enumerate(call.heads_of_kv[heads]):
+            dk[batch, head] += dk_pairs[i].mT
+            dv[batch, head] += dv_pairs[i].mT
     return dq.mul_(call.factor).view(*call.shape, dq.shape[-1]), dk, dv
 
 
@@ -201,15 +204,8 @@ class _Operands:
 
     def load(self, pairs: slice) -> list[Tensor]:
         """Those of a range of pairs, in memory that the next range takes again."""
-        call = self.call
-        chosen = call.pairs[pairs]
-        q, k, v = operands = [room[: len(chosen)] for room in self.rooms]
-        for i, (batch, head, kv_head) in enumerate(chosen):
-            rows = call.q[batch, head]
-            q[i].copy_(rows if call.rows is None else rows[call.row])
-            k[i].copy_(call.k[batch, kv_head].mT)
-            v[i].copy_(call.v[batch, kv_head].mT)
-        return operands
+        q, k, v = self.call.take(pairs)
+        return [room[: len(q)].copy_(x) for room, x in zip(self.rooms, (q, k.mT, v.mT), strict=True)]
 
 
 def _part(room: Tensor, pairs: int, block: Block) -> Tensor:

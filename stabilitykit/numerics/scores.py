@@ -58,10 +58,9 @@ class Scores:
         self.span = _spans(self, row)  # kept on the CPU too, to plan blocks without waiting
         self.row, self.level, self.first, self.last = (x.to(device) for x in (row, *self.span))
         group = h // max(self.k.shape[1], 1)
-        self.pairs = [(i, j, j // group) for i in range(b) for j in head.tolist()]
+        self.heads_of_q, self.heads_of_kv = head.tolist(), (head // group).tolist()
         self.batch = torch.arange(b, device=device).repeat_interleave(len(head))
         self.head = head.to(device).repeat(b)
-        self.kv_head = self.head // group
         self.column = torch.arange(self.k.shape[2], device=device)
         self.shape = (b, len(head), len(row))
         self.may_be_blind = self.mask is not None or bool((self.span[1] >= self.span[2]).any())
@@ -70,7 +69,7 @@ class Scores:
             self.per_block = min(_ROWS, max(32, self.k.shape[2] // _WASTE))
         limit = _CPU_SCORES if device.type == "cpu" else _GPU_SCORES
         most = limit // max(1, min(self.per_block, len(row)) * self.k.shape[2])
-        self.per_chunk = max(1, min(most, len(self.pairs)))
+        self.per_chunk = max(1, min(most, len(head)))
         self.blocks = self._blocks()
         if self.mask is not None and self.mask.is_floating_point():
             _warn_if_zero_one(self.mask, self.row)
@@ -80,9 +79,11 @@ class Scores:
         return torch.full(shape, value, dtype=self.dtype, device=self.q.device)
 
     def chunks(self) -> Iterator[slice]:
-        """Ranges of pairs: short ones share one batch of matrix products."""
-        starts = range(0, len(self.pairs), self.per_chunk)
-        return (slice(i, i + self.per_chunk) for i in starts)
+        """Ranges of pairs of one batch entry: short ones share one batch of matrix products."""
+        batch, heads, _ = self.shape
+        for start in range(0, batch * heads, max(heads, 1)):
+            for i in range(start, start + heads, self.per_chunk):
+                yield slice(i, min(i + self.per_chunk, start + heads))
 
     def rooms(self, count: int) -> list[Tensor]:
         """`count` flat tensors that hold the scores of any one block, to be used again and again."""
@@ -102,12 +103,17 @@ class Scores:
         some = slice(min(first, default=0), max(last, default=0))
         return Block(rows, some, slice(max(first, default=0), min(last, default=0)))
 
+    def place(self, pairs: slice) -> tuple[int, slice]:
+        """The batch entry of a range of pairs and where their heads are among the wanted ones."""
+        batch, first = divmod(pairs.start, self.shape[1])
+        return batch, slice(first, first + pairs.stop - pairs.start)
+
     def take(self, pairs: slice) -> tuple[Tensor, Tensor, Tensor]:
         """The wanted rows of q and all of k and v for a range of pairs, [pairs, :, d]."""
-        batch, kv_head = self.batch[pairs], self.kv_head[pairs]
-        q = self.q[batch[:, None], self.head[pairs, None], self.row]
-        k, v = self.k[batch, kv_head], self.v[batch, kv_head]
-        return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
+        batch, heads = self.place(pairs)
+        q = _chosen(self.q[batch], self.heads_of_q[heads])
+        k, v = (_chosen(x[batch], self.heads_of_kv[heads]) for x in (self.k, self.v))
+        return q if self.rows is None else q[:, self.row], k, v
 
     def part(self, whole: Tensor, pairs: slice, block: Block) -> Tensor:
         """The block [pairs, rows, keys] of a tensor that broadcasts to [b, h, q, k]."""
@@ -168,6 +174,11 @@ class Scores:
         if self.dropout_mask is None:
             return probs
         return probs * self.part(self.dropout_mask, pairs, block) / (1 - self.dropout_p)
+
+
+def _chosen(whole: Tensor, index: list[int]) -> Tensor:
+    first, stop = index[0], index[-1] + 1
+    return whole[first:stop] if index == list(range(first, stop)) else whole[index]
 
 
 def require(holds: bool, message: str) -> None:
