@@ -106,11 +106,13 @@ def exact_attention_grad(
     what the selected rows and heads contribute (an index given twice counts twice).
 
     Raises:
-        ValueError: as `exact_attention`, and a grad_out whose shape is not that of out.
+        ValueError: as `exact_attention`, and a grad_out that is not like out.
     """
     call = Scores(q, k, v, **options)
     got, expected = tuple(grad_out.shape), (*call.shape, v.shape[-1])
     require(got == expected, f"grad_out must have the shape of out, {expected}, got {got}")
+    require(grad_out.device == q.device, f"grad_out must be on {q.device}, got {grad_out.device}")
+    require(grad_out.is_floating_point(), f"grad_out must be floating-point, got {grad_out.dtype}")
     with _exactly(call):
         return _backward(call, grad_out)
 
@@ -183,7 +185,7 @@ def _backward(call: Scores, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                 three.mul_(1 - tanh * tanh)
             dq[pairs, block.rows] = torch.bmm(three, k_seen.mT)
             dk_pairs[..., block.some].baddbmm_(q_rows.mT, three, alpha=call.factor)
-        batch, heads = call.place(pairs)
+        batch, heads = _place(call, pairs)
         for i, head in enumerate(call.heads_of_kv[heads]):
             dk[batch, head] += dk_pairs[i].mT
             dv[batch, head] += dv_pairs[i].mT
@@ -204,8 +206,23 @@ class _Operands:
 
     def load(self, pairs: slice) -> list[Tensor]:
         """Those of a range of pairs, in memory that the next range takes again."""
-        q, k, v = self.call.take(pairs)
+        call = self.call
+        batch, heads = _place(call, pairs)
+        q = _chosen(call.q[batch], call.heads_of_q[heads])
+        k, v = (_chosen(x[batch], call.heads_of_kv[heads]) for x in (call.k, call.v))
+        q = q if call.rows is None else q[:, call.row]
         return [room[: len(q)].copy_(x) for room, x in zip(self.rooms, (q, k.mT, v.mT), strict=True)]
+
+
+def _place(call: Scores, pairs: slice) -> tuple[int, slice]:
+    """The batch entry of a range of pairs, and which of the wanted heads theirs are."""
+    batch, first = divmod(pairs.start, call.shape[1])
+    return batch, slice(first, first + pairs.stop - pairs.start)
+
+
+def _chosen(whole: Tensor, index: list[int]) -> Tensor:
+    first, stop = index[0], index[-1] + 1
+    return whole[first:stop] if index == list(range(first, stop)) else whole[index]
 
 
 def _part(room: Tensor, pairs: int, block: Block) -> Tensor:

@@ -103,18 +103,6 @@ class Scores:
         some = slice(min(first, default=0), max(last, default=0))
         return Block(rows, some, slice(max(first, default=0), min(last, default=0)))
 
-    def place(self, pairs: slice) -> tuple[int, slice]:
-        """The batch entry of a range of pairs and where their heads are among the wanted ones."""
-        batch, first = divmod(pairs.start, self.shape[1])
-        return batch, slice(first, first + pairs.stop - pairs.start)
-
-    def take(self, pairs: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """The wanted rows of q and all of k and v for a range of pairs, [pairs, :, d]."""
-        batch, heads = self.place(pairs)
-        q = _chosen(self.q[batch], self.heads_of_q[heads])
-        k, v = (_chosen(x[batch], self.heads_of_kv[heads]) for x in (self.k, self.v))
-        return q if self.rows is None else q[:, self.row], k, v
-
     def part(self, whole: Tensor, pairs: slice, block: Block) -> Tensor:
         """The block [pairs, rows, keys] of a tensor that broadcasts to [b, h, q, k]."""
         whole = whole.expand(*self.q.shape[:3], self.k.shape[2])
@@ -174,11 +162,6 @@ class Scores:
         if self.dropout_mask is None:
             return probs
         return probs * self.part(self.dropout_mask, pairs, block) / (1 - self.dropout_p)
-
-
-def _chosen(whole: Tensor, index: list[int]) -> Tensor:
-    first, stop = index[0], index[-1] + 1
-    return whole[first:stop] if index == list(range(first, stop)) else whole[index]
 
 
 def require(holds: bool, message: str) -> None:
