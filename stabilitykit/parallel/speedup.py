@@ -43,7 +43,7 @@ class Overhead(NamedTuple):
     striped: float
 
 
-# Fitted to the 27 A100 rows of the paper's 1B model (root mean square error 0.015 in the speed-up). On its
+# Fitted to the 38 A100 rows of the paper's 1B model (root mean square error 0.015 in the speed-up). On its
 # 3B and 7B rows, held out, the error is 0.026, and 0.051 at most, mostly too low.
 PAPER_OVERHEAD = Overhead(passed=0.0983, striped=0.1153)
 A100_TILE = (2048, 4096)
@@ -159,7 +159,9 @@ def advice(
     keys = model.kv_heads or model.heads
     shared = model.heads % ranks == keys % ranks == 0
     names: list[Schedule] = [name for name in SCHEDULES if name != "ulysses" or shared]
-    times = {name: _step(name, model, tokens, ranks, machine, tile, overhead) for name in names}
+    times: dict[Schedule, tuple[float, float]] = {
+        name: _step(name, model, tokens, ranks, machine, tile, overhead) for name in names
+    }
     base = times["contiguous"][0]
     found = [Estimate(name, total, base / total, exposed) for name, (total, exposed) in times.items()]
     return sorted(found, key=lambda estimate: estimate.step_s)
@@ -172,7 +174,7 @@ def _step(
     other, score = (x / machine.flops for x in _costs(model, tokens, ranks, machine.attention_cost))
     block, stripes = tokens // ranks, 1 + overhead.striped * (name == "striped")
     rounds = work(name, ranks, block, tile=tile)
-    passed = overhead.passed * block**2 * ranks / len(rounds)
+    passed = overhead.passed * block**2 * (ranks if name == "ulysses" else 1)
     busy = [score * (max(round_) * stripes + passed) for round_ in rounds]
     total, exposed = 3 * other, 0.0
     for seconds, hop in zip((1.0, BACKWARD), _hops(name, model, block, ranks, machine), strict=True):

@@ -85,11 +85,8 @@ def parts(
 
 
 def _pair(seen: Band, n_rows: int, n_keys: int, tile: int, counted: Tiles) -> Iterator[Part]:
-    whole = slice(0, n_rows), slice(0, n_keys)
-    grid = -(-n_rows // tile) * -(-n_keys // tile)
-    if (much := seen.sees(*whole)) != "some":
-        counted["full" if much == "all" else "skipped_by_position"] += grid
-        yield from [Part(*whole)] * (much == "all")
+    if seen.sees(slice(0, n_rows), slice(0, n_keys)) == "none":
+        counted["skipped_by_position"] += -(-n_rows // tile) * -(-n_keys // tile)
         return
     for top in range(0, n_rows, tile):
         rows = slice(top, min(top + tile, n_rows))
