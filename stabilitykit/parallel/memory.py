@@ -24,9 +24,9 @@ def peak_bytes(work: Callable[[], object]) -> int:
         return torch.cuda.max_memory_allocated() - before
     with profile(profile_memory=True) as profiler:
         work()
-    events: Any = profiler.kineto_results  # its stubs list neither None's exclusion nor nbytes
+    recorded: Any = profiler  # the stubs of its events do not list nbytes
     held = peak = 0
-    for event in sorted(events.events(), key=lambda event: event.start_ns()):
+    for event in sorted(recorded.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)
