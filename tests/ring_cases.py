@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import ExitStack
 from functools import cache
 from unittest import mock
 
@@ -10,11 +11,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from stabilitykit.numerics.exact import exact_attention, exact_attention_grad
-from stabilitykit.parallel import ring
+from stabilitykit.parallel import ring, tiles
 from stabilitykit.parallel.call import watched
+from stabilitykit.parallel.invariants import invariants
 from stabilitykit.parallel.layout import next_tokens, pad, padded_length, shard, shard_batch
 from stabilitykit.parallel.memory import peak_bytes
 from stabilitykit.parallel.ring import ring_attention
+from stabilitykit.parallel.rows import exact_rows
+from stabilitykit.parallel.tiles import Band, band
+from stabilitykit.parallel.transport import Homeward, Ring
+
+PARTS, ROUNDS, BACKWARD, MERGE, ADD = (
+    ring._parts, ring._rounds, ring._backward, ring.merge_part, Homeward.add,
+)  # fmt: skip
 
 
 def whole(*, seed=0, b=1, h=2, h_kv=None, n=24, d=8, dtype=torch.float64, sd=1.0):
@@ -147,9 +156,11 @@ def turned(x, angles):
 def differ(rank, world, *, odd, what):
     """All ranks attend, rank `odd` with something else; what each of them says of it, and how soon."""
     began = time.monotonic()
-    options = {"n": 8, "dtype": torch.float64, "layout": "striped", "h_kv": 2} | (what if rank == odd else {})
-    n, dtype, h_kv = (options.pop(x) for x in ("n", "dtype", "h_kv"))
-    q, k, v = (x.to(dtype).requires_grad_(options.pop("grad", True)) for x in whole(n=n, h_kv=h_kv)[:3])
+    options = {"n": 8, "dtype": torch.float64, "layout": "striped", "h_kv": 2, "grad": True} | (
+        what if rank == odd else {}
+    )
+    n, dtype, h_kv, grad = (options.pop(x) for x in ("n", "dtype", "h_kv", "grad"))
+    q, k, v = (x.to(dtype).requires_grad_(grad) for x in whole(n=n, h_kv=h_kv)[:3])
     sent = []
     with mock.patch.object(dist, "batch_isend_irecv", side_effect=sent.append):
         try:
@@ -164,7 +175,7 @@ def stop_in_mid_ring(rank, world, *, odd, silent):
 
     def stop(*_):
         if silent:
-            time.sleep(60)
+            time.sleep(8)
         os._exit(1)
 
     began = time.monotonic()
@@ -186,3 +197,143 @@ def peak(rank, world, *, n, **options):
 
     step()
     return peak_bytes(step)
+
+
+def identities(rank, world, *, bug=None, layout="striped", draw, seen=False, **options):
+    """`invariants` of one call with an injected bug; with `seen`, also how far sampled rows are off."""
+    found = []
+
+    def on_call(call):
+        found.append(invariants(call))
+        rows = torch.arange(0, call.q.shape[2], 3)
+        if seen:
+            exact = exact_rows(call, rows)
+            found[0]["out_off"] = (call.out[:, :, rows] - exact.out).abs().max().item()
+            found[0]["dq_off"] = (call.dq[:, :, rows] - exact.dq).abs().max().item()
+
+    qkv, grad = shards(rank, world, layout, draw)
+    with ExitStack() as stack:
+        stack.enter_context(watched(on_call))
+        if bug:
+            stack.enter_context(BUGS[bug](world, "forward"))
+        how = labels(rank, world, layout, whole(**draw)[0].shape[2], **options)
+        out = ring_attention(*qkv, layout=layout, **how)
+        if bug:
+            stack.enter_context(BUGS[bug](world, "backward"))
+        torch.autograd.grad(out, qkv, grad)
+    return found[0]
+
+
+def stale_keys(world, when):
+    """diffusers #14265: the backward computes with the keys of its first round, in every round."""
+
+    def stale(*args):
+        first = None
+        for k, v, todo in ROUNDS(*args):
+            first = first or (k.clone(), v.clone())
+            yield *first, todo
+
+    return mock.patch.object(ring, "_rounds", stale if when == "backward" else ROUNDS)
+
+
+def mixed_up(change):
+    """A bug at the end of the backward: dq, dk, dv after `change(ring, dk, dv)`."""
+
+    def patch(world, when):
+        def wrong(plan, *args):
+            dq, dk, dv = BACKWARD(plan, *args)
+            return [dq, *change(plan.ring, dk, dv)]
+
+        return mock.patch.object(ring, "_backward", wrong)
+
+    return patch
+
+
+def dropped_hop(world, when):
+    """What arrived for dV is lost at the second hop."""
+    calls = []
+
+    def lossy(self, sums):
+        calls.append(1)
+        if len(calls) == 2:
+            self.home()[1].zero_()
+        ADD(self, sums)
+
+    return mock.patch.object(Homeward, "add", lossy)
+
+
+def stale_lse(world, when):
+    """The lse of the last round is not the one that is kept."""
+    calls = []
+
+    def stale(out, lse, part_out, part_lse):
+        calls.append(1)
+        MERGE(out, lse.clone() if len(calls) == world else lse, part_out, part_lse)
+
+    return mock.patch.object(ring, "merge_part", stale)
+
+
+def skipped_hop(world, when):
+    """The forward leaves out the second block."""
+    calls = []
+
+    def skipping(*args):
+        calls.append(1)
+        return iter(()) if len(calls) == 2 else PARTS(*args)
+
+    return mock.patch.object(ring, "_parts", skipping if when == "forward" else PARTS)
+
+
+def diagonal(both):
+    """The diagonal is not excluded where the keys' rank comes after the rows' (striped, j < k)."""
+
+    def patch(world, when):
+        def wrong(*args, **options):
+            low, high = band(*args, **options)
+            return Band(low, max(high, 0))
+
+        return mock.patch.object(tiles, "band", wrong if both or when == "forward" else band)
+
+    return patch
+
+
+BUGS = {
+    "stale keys": stale_keys,
+    "dk and dv mixed": mixed_up(lambda ring, dk, dv: (dk + dv, ring.gather(dk + dv)[ring.rank - 1])),
+    "dk one block off": mixed_up(lambda ring, dk, dv: (ring.gather(dk)[ring.rank - 1], dv)),
+    "dropped dv hop": dropped_hop,
+    "stale lse": stale_lse,
+    "skipped hop": skipped_hop,
+    "diagonal in the forward": diagonal(False),
+    "diagonal in both": diagonal(True),
+}
+
+
+def corrupted(rank, world, *, hop):
+    """The invariants where a bit of the keys flips on rank 1 in transit, at one hop of the forward."""
+    found, blocks = [], Ring.blocks
+
+    def wrong(self, own):
+        for at, (owner, held) in enumerate(blocks(self, own)):
+            if rank == 1 and at == hop:
+                held[0].view(torch.int64).flatten()[3] ^= 1
+            yield owner, held
+
+    qkv, grad = shards(rank, world, "striped", {"n": 24})
+    with watched(lambda call: found.append(invariants(call))):
+        with mock.patch.object(Ring, "blocks", wrong):
+            out = ring_attention(*qkv)
+        torch.autograd.grad(out, qkv, grad)
+    return found[0]
+
+
+def rows_off(rank, world, *, layout, draw, **options):
+    """How far `exact_rows` of this rank's call is from the exact result of the whole."""
+    found = []
+    rows = torch.tensor([2, 0, 1]) if rank else torch.tensor([], dtype=torch.int64)
+    with watched(lambda call: found.append(exact_rows(call, rows))):
+        attend(rank, world, layout=layout, draw=draw, **options)
+    if not len(rows):
+        return [list(x.shape) for x in (found[0].out, found[0].dq)]
+    out, dq, *_ = (shard(x, rank, world, layout, 2)[:, :, rows] for x in exact_whole(draw=draw, **options))
+    return [(x - y).abs().amax((1, 2, 3)).tolist() for x, y in ((found[0].out, out), (found[0].dq, dq))]

@@ -1,6 +1,7 @@
 """What travels round a ring of ranks: blocks ahead of their use, sums on their way home, one agreement."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,29 +66,26 @@ class Ring:
         """Starts to send to the next rank and to receive from the one before; to be waited for."""
         sends = [dist.P2POp(dist.isend, x, self._next, self.group) for x in leaving]
         receives = [dist.P2POp(dist.irecv, x, self._last, self.group) for x in arriving]
-        try:
+        with self._told():
             return dist.batch_isend_irecv(sends + receives)
-        except RuntimeError as error:
-            raise self._broken(error) from error
 
     def wait(self, works: Sequence[Any]) -> None:
         """Waits for what `pass_on` started.
 
         Raises:
-            RuntimeError: a neighbour is gone, or silent for longer than the group's timeout.
+            RuntimeError: a rank is gone, or silent for longer than the group's timeout; as all here.
         """
-        try:
+        with self._told():
             for work in works:
                 work.wait()
-        except RuntimeError as error:
-            raise self._broken(error) from error
 
     def gather(self, mine: Tensor) -> Tensor:
         """Every rank's tensor, [world, ...], in order of rank."""
         if self.world == 1:
             return mine[None]
         every = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(every, mine, group=self.group)
+        with self._told():
+            dist.all_gather(every, mine, group=self.group)
         return torch.stack(every)
 
     def agree(self, said: str, device: torch.device) -> None:
@@ -106,11 +104,16 @@ class Ring:
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(every))
             raise ValueError(f"the ranks of a ring must agree on their inputs, got {texts}")
 
-    def _broken(self, error: RuntimeError) -> RuntimeError:
-        return RuntimeError(
-            f"ring attention stopped on rank {self.rank} of {self.world}: no word from global rank "
-            f"{self._last} or {self._next} ({error})"
-        )
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Says of a failure on the way which ranks may be the cause."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"ring attention stopped on rank {self.rank} of {self.world}: no word from another, its "
+                f"neighbours are global ranks {self._last} and {self._next} ({error})"
+            ) from error
 
 
 class Homeward:
@@ -135,4 +138,5 @@ class Homeward:
     def home(self) -> list[Tensor]:
         """What arrived last: after all rounds, all ranks' sums for this rank's own block."""
         self._ring.wait(self._works)
+        self._works = []
         return self._arriving

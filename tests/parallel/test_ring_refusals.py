@@ -84,12 +84,12 @@ def test_a_rank_whose_tokens_are_all_masked_gives_zeros_there(layout):
 @pytest.mark.parametrize("silent", [False, True], ids=["dead", "silent"])
 def test_case_18_the_others_stop_when_a_rank_does(silent):
     """lucidrains PR #9, nccl #479: an error within the group's timeout, never a hang."""
-    three = Ranks(3, timeout_s=4)
+    three = Ranks(3, timeout_s=3)
     try:
         found = three.outcomes(stop_in_mid_ring, odd=1, silent=silent, within_s=20)
     finally:
         three.close()
     for rank in (0, 2):
         said, seconds = found[rank]
-        assert said.startswith(f"ring attention stopped on rank {rank} of 3: no word from global rank")
+        assert said.startswith(f"ring attention stopped on rank {rank} of 3: no word from another")
         assert "\n" not in said.split("(")[0] and seconds < 15
