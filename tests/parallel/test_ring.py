@@ -23,7 +23,7 @@ MASK = [[True] * 5 + [False] * 3 + [True] * 11 + [False] * 4]
 FIRST_HIDDEN = [[False] * 9 + [True] * 14]  # causal: the first rows, all of a contiguous rank, see nothing
 OPTIONS = {
     "causal": {},
-    "all": {"causal": False},
+    "case_10_all": {"causal": False},  # pytorch #141429: not causal, in every layout
     "scale": {"scale": 0.3},
     "window": {"window": (5, 0)},
     "both_sides": {"window": (3, 2), "causal": False},
@@ -47,7 +47,7 @@ def cases():
         for h_kv in (1, 2):
             draw = {"h_kv": h_kv, "n": 150, "d": 16, "dtype": torch.float32}
             found[f"{layout}-float32-{h_kv}"] = {"layout": layout, "draw": draw, "tile": 16}
-        found[f"{layout}-views"] = {"layout": layout, "draw": {"b": 2, "h_kv": 1}, "transposed": True}
+        found[f"{layout}-case_20_views"] = {"layout": layout, "draw": {"b": 2, "h_kv": 1}, "transposed": True}
         found[f"{layout}-float64_sums"] = {
             "layout": layout, "draw": {"dtype": torch.float32}, "merge": Merge(sums=torch.float64),
         }  # fmt: skip
@@ -117,7 +117,8 @@ def test_cases_1_and_13_the_error_in_bfloat16_does_not_grow_with_the_ring(world)
 def test_low_precision_merges_are_worse_and_so_visible():
     """facts of the study: bf16 partials and a bf16 lse cost more with every hop."""
     draw = {"n": 96, "d": 32, "seed": 3, "dtype": torch.bfloat16}
-    merges = [Merge(), Merge(partials=torch.bfloat16), Merge(partials=torch.bfloat16, lse=torch.bfloat16)]
+    half = torch.bfloat16
+    merges = [Merge(), Merge(partials=half), Merge(partials=half, sums=half), Merge(half, half, half)]
     found = ranks(4).run(attend_many, cases=[{"layout": "striped", "draw": draw, "merge": m} for m in merges])
     want = exact_whole(draw=draw)
     errors = [
