@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from stabilitykit.observe.arm import Arm
     from stabilitykit.observe.tap import AttentionCall, Tap
     from stabilitykit.observe.twin import Twin
+    from stabilitykit.parallel.layout import shard, unshard
+    from stabilitykit.parallel.ring import ring_attention
 
 _HOMES = {
     "Arm": "observe.arm",
@@ -29,6 +31,9 @@ _HOMES = {
     "exact_attention": "numerics.exact",
     "exact_attention_grad": "numerics.exact",
     "monitors": "callbacks",
+    "ring_attention": "parallel.ring",
+    "shard": "parallel.layout",
+    "unshard": "parallel.layout",
     "wasserstein": "numerics.wasserstein",
 }
 __all__ = [
@@ -46,6 +51,9 @@ __all__ = [
     "exact_attention",
     "exact_attention_grad",
     "monitors",
+    "ring_attention",
+    "shard",
+    "unshard",
     "wasserstein",
 ]
 __version__ = "0.1.0"

@@ -22,6 +22,9 @@ NAMES = [
     "exact_attention",
     "exact_attention_grad",
     "monitors",
+    "ring_attention",
+    "shard",
+    "unshard",
     "wasserstein",
 ]
 

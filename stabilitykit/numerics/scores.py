@@ -50,7 +50,7 @@ class Scores:
     dtype: torch.dtype = torch.float64
 
     def __post_init__(self) -> None:
-        _check_tensors(self.q, self.k, self.v)
+        check_tensors(self.q, self.k, self.v)
         _check_options(self)
         (b, h, n, d), device = self.q.shape, self.q.device
         row, head = _indices("rows", self.rows, n), _indices("heads", self.heads, h)
@@ -217,7 +217,8 @@ def _indices(name: str, wanted: Tensor | Sequence[int] | None, size: int) -> Ten
     return index.long()
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """ValueError unless q [b, h, q, d] and k, v [b, h_kv, k, d] fit together."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     require(
         q.ndim == k.ndim == v.ndim == 4,
