@@ -146,9 +146,8 @@ def test_checkpointed_calls_are_seen_once_with_their_gradients(recompute):
 
 def test_packed_qkv_and_two_calls_in_one_module():
     def twice(q, k, v):
-        qkv = q[: B * 2 * 3 * 2 * 8].view(B, 2, 3, 2, 8)
-        out = flash_attn_qkvpacked_func(qkv)
-        return flash_attn_qkvpacked_func(torch.stack([out * 2, out.sin(), out], 2)) + (k.sum() + v.sum())
+        first, second = (t[: 2 * 5 * 3 * 2 * 8].view(2, 5, 3, 2, 8) for t in (k, v))
+        return flash_attn_qkvpacked_func(first) + flash_attn_qkvpacked_func(second, causal=True) + q.sum()
 
     calls = []
     run(twice, {}, calls)
