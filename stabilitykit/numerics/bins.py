@@ -11,7 +11,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def counted(flat: Tensor) -> Tensor:
     """How many values [n] lie in each bin, int64 [65536]; NaN and inf lie in the outermost."""
-    leading = flat.view(torch.int16).view(len(flat), flat.element_size() // 2)[:, -1]  # little-endian: sign and exponent come last
+    leading = flat.view(torch.int16).view(len(flat), flat.element_size() // 2)[
+        :, -1
+    ]  # little-endian: sign and exponent come last
     counts = flat.new_zeros(BINS, dtype=torch.int64)
     for part in leading.split(CHUNK):
         counts += torch.bincount(part.to(torch.int32).bitwise_and_(BINS - 1), minlength=BINS)
@@ -35,11 +37,14 @@ def nonfinite(counts: Tensor, dtype: torch.dtype) -> int:
 
 def between(flat: Tensor, first: int, last: int) -> Tensor:
     """The values [n] whose bin is in [first, last], in the order they came in."""
-    bits = flat.view(_INTEGERS[flat.element_size()])
     width = 8 * flat.element_size()
-    # Negative floats count down as integers: all bits but the sign are turned.
-    place = ((bits ^ ((bits >> (width - 1)) & ((1 << (width - 1)) - 1))) >> (width - 16)) + BINS // 2
-    return flat[(place >= first) & (place <= last)]
+    chosen = []
+    for part in flat.split(CHUNK):
+        bits = part.view(_INTEGERS[flat.element_size()])
+        # Negative floats count down as integers: all bits but the sign are turned.
+        place = ((bits ^ ((bits >> (width - 1)) & ((1 << (width - 1)) - 1))) >> (width - 16)) + BINS // 2
+        chosen.append(part[(place >= first) & (place <= last)])
+    return torch.cat(chosen)
 
 
 def _rising(device: torch.device | None) -> Tensor:

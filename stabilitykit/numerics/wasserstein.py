@@ -35,7 +35,8 @@ def wasserstein(a: Tensor, b: Tensor, p: float = 1) -> float:
         return between_counted(counts_x, x.dtype, counts_y, y.dtype, p)
     # Sorting holds no lock: two arrays take the time of one where there are two cores.
     with ThreadPoolExecutor(2) as pool:
-        return between_sorted(*pool.map(ordered, (x, y), "ab"), p)
+        rising_x, rising_y = pool.map(ordered, (x, y), "ab")
+    return between_sorted(rising_x, rising_y, p)
 
 
 def ordered(values: Tensor, name: str = "values") -> Tensor:
@@ -111,7 +112,9 @@ def moved(a: Tensor, b: Tensor, p: float, n: int, m: int, start: int = 0) -> Ten
 def sort(flat: Tensor) -> Tensor:
     """The values [n] in rising order, NaN last."""
     if flat.device.type == "cpu":
-        return torch.from_numpy(np.sort(flat.numpy()))  # vectorised quicksort; torch's takes 5 to 15 times longer
+        return torch.from_numpy(
+            np.sort(flat.numpy())
+        )  # vectorised quicksort; torch's takes 5 to 15 times longer
     return torch.sort(flat).values
 
 
