@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.stats import wasserstein_distance
-from torch import Tensor
+from torch import Tensor, multiprocessing
 from torch import distributed as dist
-from torch import multiprocessing
 
 from stabilitykit.numerics.parts import wasserstein_sharded
 from stabilitykit.numerics.wasserstein import wasserstein
@@ -72,7 +71,7 @@ def on_ranks(world: int, pairs: Sequence[Split], p: float = 1) -> list[float]:
         for rank in range(world):
             own = [(a[rank].clone(), b[rank].clone()) for a, b in pairs]  # a view would be saved whole
             torch.save(own, Path(folder) / f"parts{rank}.pt")
-        multiprocessing.spawn(_rank, (world, folder, p), nprocs=world)
+        multiprocessing.spawn(_rank, (world, folder, p), nprocs=world)  # pyright: ignore[reportPrivateImportUsage]  torch documents it
         return torch.load(Path(folder) / "found.pt")
 
 
