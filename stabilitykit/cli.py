@@ -191,7 +191,7 @@ def _asides(results: list[dict[str, Any]]) -> Iterator[str]:
         if "nonfinite" in row:
             yield f"{row['tensor']}: not finite: {row['nonfinite'][0]} in A, {row['nonfinite'][1]} in B"
         if "cast_floor" in row:
-            yield f"{row['tensor']}: rounding to the coarser dtype alone makes a w1 of {row['cast_floor']:.3g}"
+            yield f"{row['tensor']}: rounding to the coarser dtype alone makes w1 {row['cast_floor']:.3g}"
 
 
 def dashboard(argv: list[str]) -> int:

@@ -11,11 +11,8 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def counted(flat: Tensor) -> Tensor:
     """How many values [n] lie in each bin, int64 [65536]; NaN and inf lie in the outermost."""
-    leading = flat.view(torch.int16).view(len(flat), flat.element_size() // 2)[
-        :, -1
-    ]  # little-endian: sign and exponent come last
     counts = flat.new_zeros(BINS, dtype=torch.int64)
-    for part in leading.split(CHUNK):
+    for part in _leading(flat).split(CHUNK):
         counts += torch.bincount(part.to(torch.int32).bitwise_and_(BINS - 1), minlength=BINS)
     return counts[_rising(flat.device)]
 
@@ -37,14 +34,17 @@ def nonfinite(counts: Tensor, dtype: torch.dtype) -> int:
 
 def between(flat: Tensor, first: int, last: int) -> Tensor:
     """The values [n] whose bin is in [first, last], in the order they came in."""
-    width = 8 * flat.element_size()
     chosen = []
-    for part in flat.split(CHUNK):
-        bits = part.view(_INTEGERS[flat.element_size()])
+    for part, leading in zip(flat.split(CHUNK), _leading(flat).split(CHUNK), strict=True):
         # Negative floats count down as integers: all bits but the sign are turned.
-        place = ((bits ^ ((bits >> (width - 1)) & ((1 << (width - 1)) - 1))) >> (width - 16)) + BINS // 2
-        chosen.append(part[(place >= first) & (place <= last)])
+        place = (leading >> 15).bitwise_and_(BINS // 2 - 1).bitwise_xor_(leading)
+        chosen.append(part[(place >= first - BINS // 2).logical_and_(place <= last - BINS // 2)])
     return torch.cat(chosen)
+
+
+def _leading(flat: Tensor) -> Tensor:
+    # Little-endian: sign and exponent come last.
+    return flat.view(torch.int16).view(len(flat), flat.element_size() // 2)[:, -1]
 
 
 def _rising(device: torch.device | None) -> Tensor:

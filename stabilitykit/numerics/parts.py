@@ -17,7 +17,7 @@ from stabilitykit.numerics.wasserstein import (
     sort,
 )
 
-IN_MEMORY = 1 << 25  # values sorted at a time by `wasserstein_streamed`
+IN_MEMORY = 1 << 26  # values sorted at a time by `wasserstein_streamed`
 
 Parts = Callable[[], Iterable[Tensor]]
 
@@ -57,7 +57,7 @@ def wasserstein_streamed(a: Parts, b: Parts, p: float = 1) -> float:
     """`wasserstein` of all tensors that `a()` yields and all that `b()` yields, each as one set of values.
 
     Both are called once per `IN_MEMORY` values and twice more, so what they yield may come from a file.
-    Memory: four sorted copies of `IN_MEMORY` values and the largest tensor; more where many values fall
+    Memory: three copies of `IN_MEMORY` values and the largest tensor; more where many values fall
     into one of the 65,536 bins.
 
     Raises:
@@ -77,10 +77,10 @@ def wasserstein_streamed(a: Parts, b: Parts, p: float = 1) -> float:
     total, start = torch.zeros((), dtype=torch.float64), 0
     for first, last in _ranges(ends):
         stop = int(ends[last])
-        mine = sort(torch.cat([between(part, first, last) for part in _flat(a, dtype)]))
+        mine = _gathered(a, dtype, first, last)
         begin, end = _facing(start, stop, n, m)
         low, high = (int(torch.searchsorted(other_ends, at, right=True)) for at in (begin, end - 1))
-        other = sort(torch.cat([between(part, low, high) for part in _flat(b, dtype)]))
+        other = _gathered(b, dtype, low, high)
         skipped = begin - (int(other_ends[low - 1]) if low else 0)
         total += moved(mine, other[skipped : skipped + end - begin], p, n, m, start)
         start = stop
@@ -89,6 +89,13 @@ def wasserstein_streamed(a: Parts, b: Parts, p: float = 1) -> float:
 
 def _widened(flat: Tensor) -> Tensor:
     return flat.float() if flat.element_size() == 2 else flat
+
+
+def _gathered(parts: Parts, dtype: torch.dtype, first: int, last: int) -> Tensor:
+    """The values of some bins in rising order; sorted in place, for memory is what bounds the caller."""
+    values = torch.cat([between(part, first, last).cpu() for part in _flat(parts, dtype)])
+    values.numpy().sort()
+    return values
 
 
 def _no_counts() -> Tensor:
