@@ -164,6 +164,7 @@ def compare(argv: list[str]) -> int:
     parser.add_argument("b", metavar="B", type=str, help="another, of the same model")
     parser.add_argument("--format", type=str, choices=["table", "json"], default="table")
     parser.add_argument("--allow-missing", action="store_true", help="compare what both have")
+    parser.add_argument("--plot", type=str, help="an HTML file to write, with a heat map by layer")
     args = parser.parse_args(argv)
     from stabilitykit.numerics.distance import compared
     from stabilitykit.readers.checkpoints import read_checkpoint
@@ -172,8 +173,13 @@ def compare(argv: list[str]) -> int:
 
     pairs, notes = paired(read_checkpoint(args.a), read_checkpoint(args.b), allow_missing=args.allow_missing)
     results = compared({name: partial(_load_both, *pair) for name, pair in pairs.items()})
-    for note in [*notes, *_asides(results)]:
+    notes += _asides(results)
+    for note in notes:
         print(f"stabilitykit: {note}", file=sys.stderr)
+    if args.plot:
+        from stabilitykit.report.comparison import write_comparison
+
+        write_comparison(results, Path(args.a), Path(args.b), notes, Path(args.plot))
     if args.format == "json":
         print(json.dumps(spell({"results": results})))
     else:

@@ -96,6 +96,15 @@ def test_the_table_has_a_line_per_row(capsys, saved, tmp_path):
     assert len(lines) == 2 + len(states(tmp_path)[0])
 
 
+def test_the_plot_is_one_html_file(capsys, tmp_path, saved):
+    state, other = states(tmp_path)
+    a, b = saved(state, "a.pt"), saved(other, "b.pt")
+    compare(capsys, a, b, "--plot", tmp_path / "map.html", code=1)
+    html = (tmp_path / "map.html").read_text()
+    assert "The weights differ: relative L2" in html
+    assert "blocks.1" in html
+
+
 def test_two_hugging_face_folders(capsys, tmp_path):
     model, other = gpt2(), gpt2(1)
     model.save_pretrained(tmp_path / "one")

@@ -78,7 +78,8 @@ def _html(folder: Path, records: Records) -> str:
     sections = "".join(_sections(records, figures))
     meta = read_meta(folder)
     items = "".join(f'<li class="{f.state}">{escape(f.text)}</li>' for f in found)
-    return Template(_asset("assets/page.html")).substitute(
+    return filled(
+        figures,
         title=escape(_run_name(folder)),
         headline=escape(sentence),
         state=state,
@@ -88,8 +89,15 @@ def _html(folder: Path, records: Records) -> str:
         sections=sections,
         navigation="".join(_navigation(records)),
         facts="".join(_facts(meta)),
-        written=time.strftime("%Y-%m-%d %H:%M"),
         folder=escape(str(folder.resolve())),
+    )
+
+
+def filled(figures: list[dict[str, Any]], **parts: str) -> str:
+    """The page with its parts, which are HTML, and with all that its figures need to be drawn."""
+    return Template(_asset("assets/page.html")).substitute(
+        parts,
+        written=time.strftime("%Y-%m-%d %H:%M"),
         style=_asset("assets/page.css"),
         script=_asset("assets/page.js"),
         plotly=_asset("vendor/plotly-cartesian.min.js").replace("</script", "<\\/script"),
