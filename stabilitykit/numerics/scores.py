@@ -61,6 +61,7 @@ class Scores:
         self.heads_of_q, self.heads_of_kv = head.tolist(), (head // group).tolist()
         self.batch = torch.arange(b, device=device).repeat_interleave(len(head))
         self.head = head.to(device).repeat(b)
+        self.kv_head = self.head // group
         self.column = torch.arange(self.k.shape[2], device=device)
         self.shape = (b, len(head), len(row))
         self.may_be_blind = self.mask is not None or bool((self.span[1] >= self.span[2]).any())
