@@ -165,6 +165,8 @@ def test_inputs_are_rounded_once_to_their_own_precision():
         emulated_flash_attention(q, k, v, input_dtype=BF16), emulated_flash_attention(*low[:3]), strict=True
     ):
         assert torch.equal(got, want)
+    above_a_tie = torch.full((1, 1, 1, 1), 1 + 2**-8 + 2**-40, dtype=FP64)  # and a tie in float32
+    assert emulated_flash_attention(*[above_a_tie] * 3, input_dtype=BF16)[0].item() == 1 + 2**-7
     grads = emulated_flash_attention_grad(q, k, v, g, input_dtype=BF16)
     assert all(map(torch.equal, grads, emulated_flash_attention_grad(*low)))
 
