@@ -1,0 +1,376 @@
+"""Models as others wrote them, unedited: every attention call is seen by name, both ways, and measured."""
+
+import logging
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import nn
+
+from flash_stand_in import flash_attn
+from stabilitykit.observe.attention import Sample, measured, unmeasurable
+from stabilitykit.observe.tap import Tap
+
+# Per operation float32 carries 6e-8 and bfloat16 .4 %, and what is compared has been rounded up to four times.
+LIMIT = {torch.float32: 2e-6, torch.bfloat16: 4 * 2**-8}
+BATCH, TOKENS, VOCAB, WIDTH, HEADS, LAYERS = 2, 11, 64, 32, 4, 2
+SIZE = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 48,
+    "vocab_size": VOCAB,
+}
+GPT_SIZE = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "vocab_size": VOCAB, "n_positions": 32}
+BART_SIZE = {
+    "d_model": WIDTH,
+    "encoder_layers": LAYERS,
+    "decoder_layers": LAYERS,
+    "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "vocab_size": VOCAB,
+    "decoder_start_token_id": 1,
+}
+IMAGE_SIZE = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "image_size": 16,
+    "patch_size": 4,
+}
+GROUPED = {**SIZE, "num_key_value_heads": 2}
+WIDE_HEADS = {**GROUPED, "head_dim": 16}
+SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def tokens():
+    return torch.randint(3, VOCAB, (BATCH, TOKENS))
+
+
+def padding():
+    """The second sequence is shorter, filled up on the left."""
+    mask = torch.ones(BATCH, TOKENS, dtype=torch.int64)
+    mask[1, :4] = 0
+    return mask
+
+
+def text():
+    ids = tokens()
+    return {"input_ids": ids, "labels": ids}
+
+
+def padded_text():
+    return {**text(), "attention_mask": padding()}
+
+
+def image(side=16):
+    return {"pixel_values": torch.randn(BATCH, 3, side, side), "labels": torch.tensor([0, 1])}
+
+
+def sound():
+    return {"input_features": torch.randn(BATCH, 8, 20), "labels": tokens()}
+
+
+def text_and_image():
+    return {
+        "input_ids": tokens(),
+        "attention_mask": padding(),
+        **image(),
+        "labels": None,
+        "return_loss": True,
+    }
+
+
+@dataclass
+class Case:
+    """A model of transformers: its classes, its size, its batch, and the modules that attend."""
+
+    config: str
+    model: str
+    size: dict
+    names: tuple[str, ...]
+    batch: object = text
+    kernels: tuple[str, ...] = ("sdpa", "eager")
+
+    def build(self, kernel):
+        config = getattr(hf, self.config)(**SPECIAL, **self.size)
+        model = getattr(hf, self.model)._from_config(config, attn_implementation=kernel).train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0  # a config's `dropout` says this under a dozen names
+        return model
+
+    def attending(self):
+        return sorted(name.format(layer) for name in self.names for layer in range(LAYERS))
+
+
+DECODER = ("model.layers.{}.self_attn",)
+BOTH = (
+    "model.encoder.layers.{}.self_attn",
+    "model.decoder.layers.{}.self_attn",
+    "model.decoder.layers.{}.encoder_attn",
+)
+CASES = {
+    "gpt2": Case("GPT2Config", "GPT2LMHeadModel", GPT_SIZE, ("transformer.h.{}.attn",)),
+    "gpt_neox": Case("GPTNeoXConfig", "GPTNeoXForCausalLM", SIZE, ("gpt_neox.layers.{}.attention",)),
+    "llama": Case("LlamaConfig", "LlamaForCausalLM", GROUPED, DECODER),
+    "llama padded": Case("LlamaConfig", "LlamaForCausalLM", GROUPED, DECODER, padded_text),
+    "mistral": Case("MistralConfig", "MistralForCausalLM", {**GROUPED, "sliding_window": 4}, DECODER),
+    "qwen2": Case(
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {**GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        DECODER,
+    ),
+    "gemma2": Case(
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {**WIDE_HEADS, "sliding_window": 4, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 4},
+        DECODER,
+        padded_text,
+        kernels=("eager",),
+    ),
+    "bert padded": Case(
+        "BertConfig", "BertForMaskedLM", SIZE, ("bert.encoder.layer.{}.attention.self",), padded_text
+    ),
+    "t5": Case(
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {
+            "d_model": WIDTH,
+            "d_kv": 8,
+            "num_heads": HEADS,
+            "d_ff": 48,
+            "num_layers": LAYERS,
+            "dropout_rate": 0.0,
+            "vocab_size": VOCAB,
+            "decoder_start_token_id": 1,
+        },
+        (
+            "encoder.block.{}.layer.0.SelfAttention",
+            "decoder.block.{}.layer.0.SelfAttention",
+            "decoder.block.{}.layer.1.EncDecAttention",
+        ),
+        padded_text,
+    ),
+    "vit": Case(
+        "ViTConfig",
+        "ViTForImageClassification",
+        {**IMAGE_SIZE, "intermediate_size": 48},
+        ("vit.layers.{}.attention",),
+        image,
+    ),
+    "whisper": Case(
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        {**BART_SIZE, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 16},
+        BOTH,
+        sound,
+    ),
+}
+
+
+def run(model, loss):
+    """Every call of one forward and backward, and what was said to be unseen."""
+    calls = []
+    with Tap(model, calls.append) as tap:
+        loss(model).backward()
+    return calls, getattr(tap, "unseen", {})
+
+
+def assert_measured(call):
+    """All heads, rows and sequences of a call, forward and backward, are as exact as its format allows."""
+    got = {"grad_out": call.grad_out, "dq": call.dq, "dk": call.dk, "dv": call.dv}
+    assert not [name for name, tensor in got.items() if tensor is None]
+    assert unmeasurable(call) is None
+    sequences, heads, rows = (list(range(size)) for size in call.q.shape[:3])
+    numbers = measured(call, Sample(heads, rows, sequences, seed=0))
+    for name in ("rel_l2", "dq_rel_l2", "dk_rel_l2", "dv_rel_l2"):
+        assert numbers[name] < LIMIT[call.q.dtype], f"{call.name}: {name}"
+
+
+def assert_watched(model, loss, names):
+    calls, unseen = run(model, loss)
+    assert sorted(call.name for call in calls) == names
+    assert unseen == {}
+    for call in calls:
+        assert_measured(call)
+
+
+ALL = [
+    pytest.param(case, kernel, id=f"{name}, {kernel}")
+    for name, case in CASES.items()
+    for kernel in case.kernels
+]
+
+
+@pytest.mark.parametrize(("case", "kernel"), ALL)
+def test_a_model_of_transformers(case, kernel):
+    assert_watched(case.build(kernel), lambda model: model(**case.batch()).loss, case.attending())
+
+
+class Attends(nn.Module):
+    """Attention over x [b, t, width], the part after the projection left to the heirs."""
+
+    def __init__(self, kv_heads=HEADS, **options):
+        super().__init__()
+        self.width, self.options = WIDTH // HEADS, options
+        self.q = nn.Linear(WIDTH, WIDTH)
+        self.kv = nn.Linear(WIDTH, 2 * kv_heads * self.width)
+
+    def forward(self, x, memory=None):
+        q = self.q(x).unflatten(-1, (-1, self.width))
+        k, v = self.kv(x if memory is None else memory).unflatten(-1, (2, -1, self.width)).unbind(-3)
+        return self.attend(q, k, v).flatten(-2)
+
+
+class ByHand(Attends):
+    """As in the textbooks and in nanoGPT's slow branch."""
+
+    def attend(self, q, k, v):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        scores = q @ k.transpose(-2, -1) * (1.0 / math.sqrt(k.size(-1)))
+        future = torch.ones(q.size(-2), k.size(-2)).triu(1).bool()
+        probs = F.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
+        return (probs @ v).transpose(1, 2)
+
+
+class ByEinsum(Attends):
+    """Heads never leave their place, the scale is put on q, the mask is added."""
+
+    def attend(self, q, k, v):
+        scores = torch.einsum("bqhd,bkhd->bhqk", q / math.sqrt(q.size(-1)), k)
+        scores = scores + torch.full((q.size(1), k.size(1)), -torch.inf).triu(1)
+        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+
+
+class ByBmm(Attends):
+    """Batch and heads folded into one axis, scale inside baddbmm, as in older libraries."""
+
+    def attend(self, q, k, v):
+        q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+        bias = torch.zeros(len(q), q.size(1), k.size(1))
+        scores = torch.baddbmm(bias, q, k.transpose(1, 2), beta=0.0, alpha=q.size(-1) ** -0.5)
+        out = torch.bmm(torch.softmax(scores, -1), v)
+        return out.unflatten(0, (-1, HEADS)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("attention", [ByHand, ByEinsum, ByBmm])
+def test_attention_written_by_hand(attention):
+    model = nn.Sequential(attention(), attention())
+    x = torch.randn(BATCH, TOKENS, WIDTH)
+    assert_watched(model, lambda model: model(x).square().sum(), ["0", "1"])
+
+
+@pytest.mark.parametrize("name", ["pythia-14m", "Gemma-2-2b"])
+def test_a_model_of_litgpt(name):
+    gpt = pytest.importorskip("litgpt.model", reason="litgpt comes with `make setup`")
+    size = {"n_layer": LAYERS, "n_embd": WIDTH, "intermediate_size": 48, "padded_vocab_size": VOCAB}
+    config = gpt.Config.from_name(name, block_size=32, n_head=HEADS, **size)
+    model = gpt.GPT(config)
+    ids = tokens()
+    assert_watched(
+        model,
+        lambda model: F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()),
+        [f"transformer.h.{layer}.attn" for layer in range(LAYERS)],
+    )
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_multihead_attention(need_weights):
+    class Weighed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=need_weights)[0]
+
+    x = torch.randn(BATCH, TOKENS, WIDTH)
+    assert_watched(Weighed(), lambda model: model(x).square().sum(), ["attention"])
+
+
+def test_transformer_encoder_layer():
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 48, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+    x, future = torch.randn(BATCH, TOKENS, WIDTH), nn.Transformer.generate_square_subsequent_mask(TOKENS)
+    assert_watched(
+        model,
+        lambda model: model(x, mask=future).square().sum(),
+        ["layers.0.self_attn", "layers.1.self_attn"],
+    )
+
+
+class Flash(Attends):
+    """flash-attn's own functions, on [b, t, h, d]."""
+
+    def attend(self, q, k, v):
+        return flash_attn.flash_attn_func(q, k, v, **self.options)
+
+
+class FlashPacked(Attends):
+    def attend(self, q, k, v):
+        return flash_attn.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), **self.options)
+
+
+class FlashKeysPacked(Attends):
+    def attend(self, q, k, v):
+        return flash_attn.flash_attn_kvpacked_func(q, torch.stack((k, v), 2), **self.options)
+
+
+class FlashVariable(Attends):
+    """Sequences of unlike lengths, one after the other in [tokens, h, d]."""
+
+    def attend(self, q, k, v):
+        rows, keys = torch.tensor([0, 3, 11]).int(), torch.tensor([0, len(k) - 8, len(k)]).int()
+        return flash_attn.flash_attn_varlen_func(q, k, v, rows, keys, 8, 8, **self.options)
+
+
+ALIBI = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+FLASH = {
+    "fixed": (Flash, {}, TOKENS),
+    "fixed causal": (Flash, {"causal": True}, TOKENS),
+    "fixed scaled": (Flash, {"softmax_scale": 0.7}, TOKENS),
+    "fixed grouped": (Flash, {"kv_heads": 2, "causal": True}, TOKENS),
+    "fixed more keys": (Flash, {"causal": True}, TOKENS + 5),
+    "fixed fewer keys": (Flash, {"causal": True}, TOKENS - 5),
+    "fixed window": (Flash, {"window_size": (3, 1)}, TOKENS + 2),
+    "fixed causal window": (Flash, {"window_size": (3, 0), "causal": True}, TOKENS),
+    "fixed softcap": (Flash, {"softcap": 0.5, "causal": True}, TOKENS),
+    "fixed alibi": (Flash, {"alibi_slopes": ALIBI, "causal": True}, TOKENS),
+    "qkv packed": (FlashPacked, {"causal": True}, TOKENS),
+    "kv packed": (FlashKeysPacked, {"causal": True, "kv_heads": 2}, TOKENS + 5),
+    "variable": (FlashVariable, {}, TOKENS),
+    "variable causal grouped": (FlashVariable, {"causal": True, "kv_heads": 2}, TOKENS),
+    "variable more keys": (FlashVariable, {"causal": True}, TOKENS + 5),
+    "variable window": (FlashVariable, {"window_size": (2, 1)}, TOKENS + 2),
+    "variable softcap": (FlashVariable, {"softcap": 0.5, "causal": True}, TOKENS),
+    "variable alibi": (FlashVariable, {"alibi_slopes": ALIBI}, TOKENS + 5),
+}
+
+
+def flash_model(kind, options, keys, dtype):
+    """Two layers over one memory, and their loss."""
+    model = nn.ModuleList([kind(**options), kind(**options)]).to(dtype)
+    batch = () if kind is FlashVariable else (BATCH,)
+    x, memory = (torch.randn(*batch, n, WIDTH).to(dtype) for n in (TOKENS, keys))
+
+    def loss(model):
+        own = None if kind is FlashPacked else memory
+        return model[1](model[0](x, own), own).float().square().sum()
+
+    return model, loss
+
+
+@pytest.mark.parametrize("dtype", LIMIT, ids=str)
+@pytest.mark.parametrize(("kind", "options", "keys"), FLASH.values(), ids=FLASH)
+def test_flash_attn_is_watched(kind, options, keys, dtype):
+    model, loss = flash_model(kind, options, keys, dtype)
+    assert_watched(model, loss, ["0", "1"])
+    assert all(call.backend == "flash_attn" for call in run(model, loss)[0])
