@@ -1,179 +1,21 @@
 """Models as others wrote them, unedited: every attention call is seen by name, both ways, and measured."""
 
-import logging
 import math
-from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers as hf
+from stabilitykit.observe.exactly import exact_options
 from torch import nn
 
 from flash_stand_in import flash_attn
+from model_cases import BATCH, CASES, HEADS, LAYERS, NO_ATTENTION, OTHERS, TOKENS, VOCAB, WIDTH, tokens
+from stabilitykit.numerics.exact import plain_attention
 from stabilitykit.observe.attention import Sample, measured, unmeasurable
 from stabilitykit.observe.tap import Tap
 
-# Per operation float32 carries 6e-8 and bfloat16 .4 %, and what is compared has been rounded up to four times.
+# One operation in float32 is 6e-8 off, in bfloat16 .4 %; what is compared was rounded up to four times.
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 4 * 2**-8}
-BATCH, TOKENS, VOCAB, WIDTH, HEADS, LAYERS = 2, 11, 64, 32, 4, 2
-SIZE = {
-    "hidden_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "intermediate_size": 48,
-    "vocab_size": VOCAB,
-}
-GPT_SIZE = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "vocab_size": VOCAB, "n_positions": 32}
-BART_SIZE = {
-    "d_model": WIDTH,
-    "encoder_layers": LAYERS,
-    "decoder_layers": LAYERS,
-    "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "vocab_size": VOCAB,
-    "decoder_start_token_id": 1,
-}
-IMAGE_SIZE = {
-    "hidden_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "image_size": 16,
-    "patch_size": 4,
-}
-GROUPED = {**SIZE, "num_key_value_heads": 2}
-WIDE_HEADS = {**GROUPED, "head_dim": 16}
-SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-
-
-def tokens():
-    return torch.randint(3, VOCAB, (BATCH, TOKENS))
-
-
-def padding():
-    """The second sequence is shorter, filled up on the left."""
-    mask = torch.ones(BATCH, TOKENS, dtype=torch.int64)
-    mask[1, :4] = 0
-    return mask
-
-
-def text():
-    ids = tokens()
-    return {"input_ids": ids, "labels": ids}
-
-
-def padded_text():
-    return {**text(), "attention_mask": padding()}
-
-
-def image(side=16):
-    return {"pixel_values": torch.randn(BATCH, 3, side, side), "labels": torch.tensor([0, 1])}
-
-
-def sound():
-    return {"input_features": torch.randn(BATCH, 8, 20), "labels": tokens()}
-
-
-def text_and_image():
-    return {
-        "input_ids": tokens(),
-        "attention_mask": padding(),
-        **image(),
-        "labels": None,
-        "return_loss": True,
-    }
-
-
-@dataclass
-class Case:
-    """A model of transformers: its classes, its size, its batch, and the modules that attend."""
-
-    config: str
-    model: str
-    size: dict
-    names: tuple[str, ...]
-    batch: object = text
-    kernels: tuple[str, ...] = ("sdpa", "eager")
-
-    def build(self, kernel):
-        config = getattr(hf, self.config)(**SPECIAL, **self.size)
-        model = getattr(hf, self.model)._from_config(config, attn_implementation=kernel).train()
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0  # a config's `dropout` says this under a dozen names
-        return model
-
-    def attending(self):
-        return sorted(name.format(layer) for name in self.names for layer in range(LAYERS))
-
-
-DECODER = ("model.layers.{}.self_attn",)
-BOTH = (
-    "model.encoder.layers.{}.self_attn",
-    "model.decoder.layers.{}.self_attn",
-    "model.decoder.layers.{}.encoder_attn",
-)
-CASES = {
-    "gpt2": Case("GPT2Config", "GPT2LMHeadModel", GPT_SIZE, ("transformer.h.{}.attn",)),
-    "gpt_neox": Case("GPTNeoXConfig", "GPTNeoXForCausalLM", SIZE, ("gpt_neox.layers.{}.attention",)),
-    "llama": Case("LlamaConfig", "LlamaForCausalLM", GROUPED, DECODER),
-    "llama padded": Case("LlamaConfig", "LlamaForCausalLM", GROUPED, DECODER, padded_text),
-    "mistral": Case("MistralConfig", "MistralForCausalLM", {**GROUPED, "sliding_window": 4}, DECODER),
-    "qwen2": Case(
-        "Qwen2Config",
-        "Qwen2ForCausalLM",
-        {**GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-        DECODER,
-    ),
-    "gemma2": Case(
-        "Gemma2Config",
-        "Gemma2ForCausalLM",
-        {**WIDE_HEADS, "sliding_window": 4, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 4},
-        DECODER,
-        padded_text,
-        kernels=("eager",),
-    ),
-    "bert padded": Case(
-        "BertConfig", "BertForMaskedLM", SIZE, ("bert.encoder.layer.{}.attention.self",), padded_text
-    ),
-    "t5": Case(
-        "T5Config",
-        "T5ForConditionalGeneration",
-        {
-            "d_model": WIDTH,
-            "d_kv": 8,
-            "num_heads": HEADS,
-            "d_ff": 48,
-            "num_layers": LAYERS,
-            "dropout_rate": 0.0,
-            "vocab_size": VOCAB,
-            "decoder_start_token_id": 1,
-        },
-        (
-            "encoder.block.{}.layer.0.SelfAttention",
-            "decoder.block.{}.layer.0.SelfAttention",
-            "decoder.block.{}.layer.1.EncDecAttention",
-        ),
-        padded_text,
-    ),
-    "vit": Case(
-        "ViTConfig",
-        "ViTForImageClassification",
-        {**IMAGE_SIZE, "intermediate_size": 48},
-        ("vit.layers.{}.attention",),
-        image,
-    ),
-    "whisper": Case(
-        "WhisperConfig",
-        "WhisperForConditionalGeneration",
-        {**BART_SIZE, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 16},
-        BOTH,
-        sound,
-    ),
-}
 
 
 def run(model, loss):
@@ -181,7 +23,7 @@ def run(model, loss):
     calls = []
     with Tap(model, calls.append) as tap:
         loss(model).backward()
-    return calls, getattr(tap, "unseen", {})
+    return calls, tap.unseen
 
 
 def assert_measured(call):
@@ -213,6 +55,23 @@ ALL = [
 @pytest.mark.parametrize(("case", "kernel"), ALL)
 def test_a_model_of_transformers(case, kernel):
     assert_watched(case.build(kernel), lambda model: model(**case.batch()).loss, case.attending())
+
+
+@pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS)
+def test_attention_of_another_kind_is_measured_right_or_named_as_unseen(case):
+    calls, unseen = run(case.build("eager"), lambda model: model(**case.batch()).loss)
+    watched = {call.name for call in calls}
+    for call in calls:
+        assert_measured(call)
+    assert set(case.attending()) <= watched | unseen.keys()
+    assert not watched & unseen.keys()
+    assert all(unseen.values())
+
+
+@pytest.mark.parametrize("case", NO_ATTENTION.values(), ids=NO_ATTENTION)
+def test_a_model_without_attention_has_no_call_and_nothing_unseen(case):
+    ids = tokens()
+    assert run(case.build("eager"), lambda model: model(input_ids=ids, labels=ids).loss) == ([], {})
 
 
 class Attends(nn.Module):
@@ -307,6 +166,14 @@ def test_transformer_encoder_layer():
     )
 
 
+VARIABLE = torch.tensor([0, 3, TOKENS]).int()
+
+
+def keys_of(k):
+    """Two sequences' offsets too, the second of 8 keys."""
+    return torch.tensor([0, len(k) - 8, len(k)]).int()
+
+
 class Flash(Attends):
     """flash-attn's own functions, on [b, t, h, d]."""
 
@@ -328,8 +195,24 @@ class FlashVariable(Attends):
     """Sequences of unlike lengths, one after the other in [tokens, h, d]."""
 
     def attend(self, q, k, v):
-        rows, keys = torch.tensor([0, 3, 11]).int(), torch.tensor([0, len(k) - 8, len(k)]).int()
-        return flash_attn.flash_attn_varlen_func(q, k, v, rows, keys, 8, 8, **self.options)
+        return flash_attn.flash_attn_varlen_func(q, k, v, VARIABLE, keys_of(k), 8, 8, **self.options)
+
+
+class Called(Attends):
+    """The same module with the replacement written into it instead of flash-attn."""
+
+    def attend(self, q, k, v):
+        words = {"softmax_scale": "scale", "window_size": "window"}
+        options = {
+            "align": "bottom_right",
+            **{words.get(name, name): self.options[name] for name in self.options},
+        }
+        packed = q.dim() == 3
+        if packed:
+            options |= {"cu_seqlens_q": VARIABLE, "cu_seqlens_k": keys_of(k)}
+            q, k, v = (t[None] for t in (q, k, v))
+        out = plain_attention(*(t.transpose(1, 2) for t in (q, k, v)), **options).transpose(1, 2)
+        return out[0] if packed else out
 
 
 ALIBI = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -374,3 +257,23 @@ def test_flash_attn_is_watched(kind, options, keys, dtype):
     model, loss = flash_model(kind, options, keys, dtype)
     assert_watched(model, loss, ["0", "1"])
     assert all(call.backend == "flash_attn" for call in run(model, loss)[0])
+
+
+@pytest.mark.parametrize("dtype", LIMIT, ids=str)
+@pytest.mark.parametrize(("kind", "options", "keys"), FLASH.values(), ids=FLASH)
+def test_flash_attn_is_replaced(kind, options, keys, dtype):
+    model, loss = flash_model(kind, options, keys, dtype)
+    calls, parameters = [], list(model.parameters())
+
+    def replace(q, k, v, **kwargs):
+        return plain_attention(q, k, v, **exact_options(kwargs))
+
+    with Tap(model, calls.append, replace):
+        replaced = torch.autograd.grad(loss(model), parameters)
+    for module in model:
+        module.__class__ = Called  # same weights, same options
+    called = torch.autograd.grad(loss(model), parameters)
+    assert all(torch.equal(a, b) for a, b in zip(replaced, called, strict=True))
+    assert [call.backend for call in calls] == ["replaced", "replaced"]
+    for call in calls:
+        assert_measured(call)
