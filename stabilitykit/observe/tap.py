@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from stabilitykit.observe import sdpa
+from stabilitykit.observe import eager, sdpa
 from stabilitykit.observe.calls import AttentionCall, Calls
+from stabilitykit.observe.chain import strayed
 
 __all__ = ["AttentionCall", "Tap"]
 
-_HANDLERS = {**sdpa.HANDLERS}
+_HANDLERS = {**sdpa.HANDLERS, **eager.HANDLERS}
 _BACKWARD = (torch.autograd.backward, torch.autograd.grad)
 
 
@@ -83,13 +84,17 @@ class Tap(TorchFunctionMode):
         if handler is not None:
             return handler(self._calls, func, args, kwargs)
         if func is F.multi_head_attention_forward:
+            self._calls.heads = args[4] if len(args) > 4 else kwargs["num_heads"]
             return self._inside(F, func, args, kwargs)
         if func is Tensor.backward:
             kwargs = {"grad_tensors" if key == "gradient" else key: kwargs[key] for key in kwargs}
             return self._inside(torch.autograd, torch.autograd.backward, args, kwargs)
         if func in _BACKWARD:
             return self._inside(torch.autograd, func, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            strayed(func, args, result)
+        return result
 
     def _inside(self, namespace: Any, func: Any, args: Any, kwargs: Any) -> Any:
         # These functions take the mode off the stack, then do their work in Python: put it back, and
