@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from stabilitykit.observe.exactly import exact_options
 from torch import nn
 
 from flash_stand_in import flash_attn
 from model_cases import BATCH, CASES, HEADS, LAYERS, NO_ATTENTION, OTHERS, TOKENS, VOCAB, WIDTH, tokens
 from stabilitykit.numerics.exact import plain_attention
 from stabilitykit.observe.attention import Sample, measured, unmeasurable
+from stabilitykit.observe.exactly import attend_exactly, exact_options
 from stabilitykit.observe.tap import Tap
 
 # One operation in float32 is 6e-8 off, in bfloat16 .4 %; what is compared was rounded up to four times.
@@ -57,6 +57,28 @@ def test_a_model_of_transformers(case, kernel):
     assert_watched(case.build(kernel), lambda model: model(**case.batch()).loss, case.attending())
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama padded", "mistral", "bert padded", "t5", "vit", "whisper"])
+def test_replacing_equals_calling_in_the_model(name, monkeypatch):
+    model, batch = CASES[name].build("sdpa"), CASES[name].batch()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def gradients():
+        loss = model(**batch).loss
+        return [loss, *torch.autograd.grad(loss, parameters, allow_unused=True)]
+
+    def called(
+        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):
+        options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+        return attend_exactly(query, key, value, **options)
+
+    with Tap(model, replace=attend_exactly):
+        replaced = gradients()
+    monkeypatch.setattr(F, "scaled_dot_product_attention", called)
+    for a, b in zip(replaced, gradients(), strict=True):
+        assert a is b is None or torch.equal(a, b)
+
+
 @pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS)
 def test_attention_of_another_kind_is_measured_right_or_named_as_unseen(case):
     calls, unseen = run(case.build("eager"), lambda model: model(**case.batch()).loss)
@@ -86,7 +108,7 @@ class Attends(nn.Module):
     def forward(self, x, memory=None):
         q = self.q(x).unflatten(-1, (-1, self.width))
         k, v = self.kv(x if memory is None else memory).unflatten(-1, (2, -1, self.width)).unbind(-3)
-        return self.attend(q, k, v).flatten(-2)
+        return x + self.attend(q, k, v).flatten(-2)  # without x the tokens grow alike, and dq is all roundoff
 
 
 class ByHand(Attends):
