@@ -11,13 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from stabilitykit.observe import eager, sdpa
+from stabilitykit.observe import eager, flash, sdpa
 from stabilitykit.observe.calls import AttentionCall, Calls
 from stabilitykit.observe.chain import strayed
 
 __all__ = ["AttentionCall", "Tap"]
 
-_HANDLERS = {**sdpa.HANDLERS, **eager.HANDLERS}
+_Handler = Callable[[Calls, Any, Any, Any], Any]
+_HANDLERS: dict[Any, _Handler] = {**sdpa.HANDLERS, **eager.HANDLERS}
+_OPS: dict[str, _Handler] = {**flash.HANDLERS}  # by name: their libraries may be imported later
 _BACKWARD = (torch.autograd.backward, torch.autograd.grad)
 
 
@@ -80,12 +82,12 @@ class Tap(TorchFunctionMode):
         kwargs = kwargs or {}
         if Calls.muted:
             return func(*args, **kwargs)
-        handler = _handler(func)
-        if handler is not None:
-            return handler(self._calls, func, args, kwargs)
         if func is F.multi_head_attention_forward:
             self._calls.heads = args[4] if len(args) > 4 else kwargs["num_heads"]
             return self._inside(F, func, args, kwargs)
+        handler = _handler(func)
+        if handler is not None:
+            return handler(self._calls, func, args, kwargs)
         if func is Tensor.backward:
             kwargs = {"grad_tensors" if key == "gradient" else key: kwargs[key] for key in kwargs}
             return self._inside(torch.autograd, torch.autograd.backward, args, kwargs)
@@ -116,5 +118,20 @@ class Tap(TorchFunctionMode):
 
 
 @cache
-def _handler(func: Any) -> Callable[[Calls, Any, Any, Any], Any] | None:
-    return _HANDLERS.get(func)
+def _handler(func: Any) -> _Handler | None:
+    name = _name(func)
+    strange = "attn" in name.lower() or "attention" in name.lower()
+    return _HANDLERS.get(func) or _OPS.get(name) or (_stranger if strange else None)
+
+
+def _stranger(calls: Calls, func: Any, args: Any, kwargs: Any) -> Any:
+    calls.report(f"{_name(func)} is an attention that is not known here")
+    return func(*args, **kwargs)
+
+
+def _name(func: Any) -> str:
+    if isinstance(func, torch._ops.OpOverload):
+        return func._schema.name
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return func._qualified_op_name
+    return getattr(func, "__name__", "")
