@@ -79,35 +79,30 @@ def sound() -> dict[str, Any]:
 
 
 def text_and_image() -> dict[str, Any]:
-    return {
-        "input_ids": tokens(),
-        "attention_mask": padding(),
-        **image(),
-        "labels": None,
-        "return_loss": True,
-    }
+    both = {"input_ids": tokens(), "attention_mask": padding(), "pixel_values": image()["pixel_values"]}
+    return {**both, "return_loss": True}
 
 
 @dataclass
 class Case:
-    """A model of transformers: its classes, its size, its batch, and the modules that attend."""
+    """A model of transformers: its class, its size, its batch, and the modules that attend."""
 
-    config: str
     model: str
     size: dict[str, Any]
     names: tuple[str, ...]
     batch: Callable[[], dict[str, Any]] = text
     kernels: tuple[str, ...] = ("sdpa", "eager")
 
-    def build(self, kernel):
-        config = getattr(hf, self.config)(**SPECIAL, **self.size)
-        model = getattr(hf, self.model)._from_config(config, attn_implementation=kernel).train()
+    def build(self, kernel: str) -> nn.Module:
+        kind = getattr(hf, self.model)
+        config = kind.config_class(**SPECIAL, **self.size)
+        model = kind._from_config(config, attn_implementation=kernel).train()
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0  # a config's `dropout` says this under a dozen names
         return model
 
-    def attending(self):
+    def attending(self) -> list[str]:
         return sorted(name.format(layer) for name in self.names for layer in range(LAYERS))
 
 
@@ -119,30 +114,25 @@ BOTH = (
     "model.decoder.layers.{}.encoder_attn",
 )
 CASES = {
-    "gpt2": Case("GPT2Config", "GPT2LMHeadModel", GPT_SIZE, ("transformer.h.{}.attn",)),
-    "gpt_neox": Case("GPTNeoXConfig", "GPTNeoXForCausalLM", SIZE, ("gpt_neox.layers.{}.attention",)),
-    "llama": Case("LlamaConfig", "LlamaForCausalLM", GROUPED, DECODER),
-    "llama padded": Case("LlamaConfig", "LlamaForCausalLM", GROUPED, DECODER, padded_text),
-    "mistral": Case("MistralConfig", "MistralForCausalLM", {**GROUPED, "sliding_window": 4}, DECODER),
+    "gpt2": Case("GPT2LMHeadModel", GPT_SIZE, ("transformer.h.{}.attn",)),
+    "gpt_neox": Case("GPTNeoXForCausalLM", SIZE, ("gpt_neox.layers.{}.attention",)),
+    "llama": Case("LlamaForCausalLM", GROUPED, DECODER),
+    "llama padded": Case("LlamaForCausalLM", GROUPED, DECODER, padded_text),
+    "mistral": Case("MistralForCausalLM", {**GROUPED, "sliding_window": 4}, DECODER),
     "qwen2": Case(
-        "Qwen2Config",
         "Qwen2ForCausalLM",
         {**GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
         DECODER,
     ),
     "gemma2": Case(
-        "Gemma2Config",
         "Gemma2ForCausalLM",
         {**WIDE_HEADS, "sliding_window": 4, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 4},
         DECODER,
         padded_text,
         kernels=("eager",),
     ),
-    "bert padded": Case(
-        "BertConfig", "BertForMaskedLM", SIZE, ("bert.encoder.layer.{}.attention.self",), padded_text
-    ),
+    "bert padded": Case("BertForMaskedLM", SIZE, ("bert.encoder.layer.{}.attention.self",), padded_text),
     "t5": Case(
-        "T5Config",
         "T5ForConditionalGeneration",
         T5_SIZE,
         (
@@ -153,22 +143,19 @@ CASES = {
         padded_text,
     ),
     "vit": Case(
-        "ViTConfig",
         "ViTForImageClassification",
         {**IMAGE_SIZE, "intermediate_size": 48},
         ("vit.layers.{}.attention",),
         image,
     ),
     "whisper": Case(
-        "WhisperConfig",
         "WhisperForConditionalGeneration",
         {**BART_SIZE, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 16},
         BOTH,
         sound,
     ),
-    "gptj": Case("GPTJConfig", "GPTJForCausalLM", {**GPT_SIZE, "rotary_dim": 4}, ("transformer.h.{}.attn",)),
+    "gptj": Case("GPTJForCausalLM", {**GPT_SIZE, "rotary_dim": 4}, ("transformer.h.{}.attn",)),
     "gpt_neo": Case(
-        "GPTNeoConfig",
         "GPTNeoForCausalLM",
         {
             "hidden_size": WIDTH,
@@ -183,23 +170,20 @@ CASES = {
         kernels=("eager",),
     ),
     "gpt_bigcode": Case(
-        "GPTBigCodeConfig",
         "GPTBigCodeForCausalLM",
         {**GPT_SIZE, "attn_pdrop": 0.0},
         ("transformer.h.{}.attn",),
         padded_text,
     ),
     "opt": Case(
-        "OPTConfig",
         "OPTForCausalLM",
         {**SIZE, "ffn_dim": 48, "max_position_embeddings": 32, "word_embed_proj_dim": WIDTH},
         ("model.decoder.layers.{}.self_attn",),
         padded_text,
     ),
-    "falcon": Case("FalconConfig", "FalconForCausalLM", SIZE, FALCON),
-    "falcon alibi": Case("FalconConfig", "FalconForCausalLM", {**SIZE, "alibi": True}, FALCON, padded_text),
+    "falcon": Case("FalconForCausalLM", SIZE, FALCON),
+    "falcon alibi": Case("FalconForCausalLM", {**SIZE, "alibi": True}, FALCON, padded_text),
     "bloom": Case(
-        "BloomConfig",
         "BloomForCausalLM",
         {"hidden_size": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "vocab_size": VOCAB},
         FALCON,
@@ -207,23 +191,21 @@ CASES = {
         kernels=("eager",),
     ),
     "mpt": Case(
-        "MptConfig",
         "MptForCausalLM",
         {"d_model": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "vocab_size": VOCAB, "max_seq_len": 32},
         ("transformer.blocks.{}.attn",),
         kernels=("eager",),
     ),
-    "phi": Case("PhiConfig", "PhiForCausalLM", SIZE, DECODER),
-    "phi3": Case("Phi3Config", "Phi3ForCausalLM", GROUPED, DECODER),
-    "qwen3": Case("Qwen3Config", "Qwen3ForCausalLM", WIDE_HEADS, DECODER),
-    "gemma3": Case("Gemma3TextConfig", "Gemma3ForCausalLM", {**WIDE_HEADS, "sliding_window": 4}, DECODER),
-    "granite": Case("GraniteConfig", "GraniteForCausalLM", {**SIZE, "attention_multiplier": 0.5}, DECODER),
-    "olmo2": Case("Olmo2Config", "Olmo2ForCausalLM", SIZE, DECODER),
-    "stablelm": Case("StableLmConfig", "StableLmForCausalLM", GROUPED, DECODER),
-    "cohere": Case("CohereConfig", "CohereForCausalLM", GROUPED, DECODER),
-    "mixtral": Case("MixtralConfig", "MixtralForCausalLM", {**GROUPED, "num_local_experts": 2}, DECODER),
+    "phi": Case("PhiForCausalLM", SIZE, DECODER),
+    "phi3": Case("Phi3ForCausalLM", GROUPED, DECODER),
+    "qwen3": Case("Qwen3ForCausalLM", WIDE_HEADS, DECODER),
+    "gemma3": Case("Gemma3ForCausalLM", {**WIDE_HEADS, "sliding_window": 4}, DECODER),
+    "granite": Case("GraniteForCausalLM", {**SIZE, "attention_multiplier": 0.5}, DECODER),
+    "olmo2": Case("Olmo2ForCausalLM", SIZE, DECODER),
+    "stablelm": Case("StableLmForCausalLM", GROUPED, DECODER),
+    "cohere": Case("CohereForCausalLM", GROUPED, DECODER),
+    "mixtral": Case("MixtralForCausalLM", {**GROUPED, "num_local_experts": 2}, DECODER),
     "deepseek_v3": Case(
-        "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
         {
             **{**SIZE, "num_key_value_heads": HEADS},
@@ -234,14 +216,12 @@ CASES = {
         DECODER,
     ),
     "bart": Case(
-        "BartConfig",
         "BartForConditionalGeneration",
         {**BART_SIZE, "max_position_embeddings": 32},
         BOTH,
         padded_text,
     ),
     "clip": Case(
-        "CLIPConfig",
         "CLIPModel",
         {
             "text_config": {**SIZE, "max_position_embeddings": 32, "projection_dim": WIDTH},
@@ -252,7 +232,6 @@ CASES = {
         text_and_image,
     ),
     "swin": Case(
-        "SwinConfig",
         "SwinForImageClassification",
         {
             "image_size": 32,
@@ -266,7 +245,6 @@ CASES = {
         lambda: image(32),
     ),
     "dinov2": Case(
-        "Dinov2Config",
         "Dinov2ForImageClassification",
         {**IMAGE_SIZE, "mlp_ratio": 2},
         ("dinov2.encoder.layer.{}.attention",),
@@ -276,38 +254,33 @@ CASES = {
 # Attention that is not softmax(q k^T * scale + bias) v over all its keys, or none at all.
 OTHERS = {
     "deberta (disentangled)": Case(
-        "DebertaV2Config",
         "DebertaV2ForMaskedLM",
         {**SIZE, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_position_embeddings": 32},
         ("deberta.encoder.layer.{}.attention.self",),
         padded_text,
     ),
     "gpt_oss (sinks)": Case(
-        "GptOssConfig",
         "GptOssForCausalLM",
         {**WIDE_HEADS, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4},
         DECODER,
     ),
     "xlnet (two streams of scores)": Case(
-        "XLNetConfig",
         "XLNetLMHeadModel",
         {"d_model": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "d_inner": 48, "vocab_size": VOCAB},
         ("transformer.layer.{}.rel_attn",),
     ),
     "longformer (bands)": Case(
-        "LongformerConfig",
         "LongformerForMaskedLM",
         {**SIZE, "attention_window": 4, "max_position_embeddings": 64},
         ("longformer.encoder.layer.{}.attention.self",),
     ),
     "long_t5 (blocks)": Case(
-        "LongT5Config",
         "LongT5ForConditionalGeneration",
         {**T5_SIZE, "local_radius": 3},
         ("encoder.block.{}.layer.0.LocalSelfAttention",),
     ),
 }
 NO_ATTENTION = {
-    "mamba": Case("MambaConfig", "MambaForCausalLM", {**SIZE, "state_size": 4}, ()),
-    "fnet": Case("FNetConfig", "FNetForMaskedLM", SIZE, ()),
+    "mamba": Case("MambaForCausalLM", {**SIZE, "state_size": 4}, ()),
+    "fnet": Case("FNetForMaskedLM", SIZE, ()),
 }
