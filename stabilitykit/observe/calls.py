@@ -93,6 +93,10 @@ class Calls:
         if self._stack:
             self._stack.pop()
 
+    def suspect(self) -> None:
+        """The running module, whatever its name, takes a softmax of a product: it owes a record."""
+        self._entered.setdefault(self._stack[-1] if self._stack else "", "a softmax of a product")
+
     def report(self, reason: str) -> None:
         """Attention of the running module is not watched, for `reason`."""
         self._reported.setdefault(self._stack[-1] if self._stack else "", reason)

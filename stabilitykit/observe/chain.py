@@ -67,6 +67,8 @@ def follow(calls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*args, **kwargs)
     assert chain is not None
     step = _STEPS[func]
+    if step is _softmax:
+        calls.suspect()
     if chain.unknown:
         return note(result, replace(chain, soft=chain.soft or step is _softmax))
     return note(result, step(_Step(chain, at, args, kwargs, shape, result)))

@@ -255,6 +255,17 @@ def test_multihead_attention_with_weights_is_seen_by_heads(masked, autocast):
     assert (call.out - exact).norm() / exact.norm() < (2**-7 if autocast else 2e-6)
 
 
+def test_a_softmax_of_a_product_without_a_record_is_named_whatever_its_module_is_called():
+    def mixed(q, k, v):
+        probs = torch.einsum("bhij,hg->bgij", (q @ k.mT).softmax(-1), torch.eye(H, dtype=q.dtype))
+        return probs @ v
+
+    calls = []
+    _, tap = run(mixed, calls)
+    assert calls == []
+    assert "a softmax of a product ran and left no record" in tap.unseen["inner"]
+
+
 def test_without_gradients_it_comes_when_the_tap_closes():
     calls = []
     with Tap(Block(nano_gpt), calls.append), torch.no_grad():
