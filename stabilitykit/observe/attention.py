@@ -78,6 +78,9 @@ def unmeasurable(call: AttentionCall) -> str | None:
         return f"dropout {call.kwargs['dropout_p']:g} in the kernel, its mask is not known"
     if call.q.dim() != 4:
         return f"expected q of shape [b, h, q, d], got {tuple(call.q.shape)}"
+    formats = {str(t.dtype).removeprefix("torch.") for t in (call.q, call.k, call.v)}
+    if len(formats) > 1:
+        return f"q, k and v of unlike formats: {', '.join(sorted(formats))}"
     if call.q.numel() == 0 or call.k.numel() == 0:
         return f"empty tensors: q {tuple(call.q.shape)}, k {tuple(call.k.shape)}"
     return None

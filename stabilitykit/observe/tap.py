@@ -113,7 +113,8 @@ class Tap(TorchFunctionMode):
 
     def _enter_module(self, name: str, module: nn.Module, args: Any) -> None:
         kind = type(module).__name__
-        self._calls.enter(name, kind if "attention" in kind.lower() else None)
+        attends = any(word in kind.lower() for word in ("attention", "attn", "mha"))
+        self._calls.enter(name, kind if attends else None)
 
     def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
         self._calls.leave()

@@ -85,7 +85,13 @@ def zeroed(q, k, v):
     return s.softmax(-1).masked_fill(padding(), 0.0) @ v
 
 
-KNOWN = [nano_gpt, gemma, t5, in_place, gpt_neo, merged, einsum, grouped, zeroed]
+def ellipsis(q, k, v):
+    s = torch.einsum("... i d, ... j d -> ... i j", q, k)
+    s = s - s.amax(-1, keepdim=True).detach()
+    return torch.einsum("...ij,...jd->...id", s.softmax(-1), v)
+
+
+KNOWN = [nano_gpt, gemma, t5, in_place, gpt_neo, merged, einsum, grouped, zeroed, ellipsis]
 
 
 class Block(nn.Module):
@@ -162,6 +168,9 @@ UNKNOWN = {
     "assignment": lambda q, k, v: assigned(q @ k.mT).softmax(-1) @ v,
     "not over the keys": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
     "tanh after the mask": lambda q, k, v: (q @ k.mT + CAUSAL).tanh().softmax(-1) @ v,
+    "a bias made of its own scores": lambda q, k, v: biased_by_itself(q @ k.mT).softmax(-1) @ v,
+    "all hidden, by a finite number": lambda q, k, v: hidden_rows(q @ k.mT).softmax(-1) @ v,
+    "a sum or": lambda q, k, v: torch.add(CAUSAL, q @ k.mT, alpha=0.5).softmax(-1) @ v,
     "a fill with 0": lambda q, k, v: (q @ k.mT).masked_fill(CAUSAL == 0, 0.0).softmax(-1) @ v,
     "cat": lambda q, k, v: torch.cat([q @ k.mT, torch.zeros(B, H, N, 1)], -1).softmax(-1)[..., :-1] @ v,
     "a product or quotient": lambda q, k, v: ((q @ k.mT).softmax(-1) * CAUSAL) @ v,
@@ -176,6 +185,15 @@ def assigned(scores):
     return scores
 
 
+def biased_by_itself(scores):
+    return scores + scores.tanh()
+
+
+def hidden_rows(scores):
+    """The first two rows see no key: such a row weighs all keys alike and has no gradient."""
+    return scores.masked_fill(torch.arange(N)[:, None] < 2, LOWEST)
+
+
 @pytest.mark.parametrize("reason", UNKNOWN)
 def test_what_is_not_understood_is_named_with_its_reason_and_left_alone(reason):
     calls, plain = [], run(UNKNOWN[reason])[0]
@@ -183,6 +201,21 @@ def test_what_is_not_understood_is_named_with_its_reason_and_left_alone(reason):
     assert calls == []
     assert list(tap.unseen) == ["inner"]
     assert reason in tap.unseen["inner"]
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+@pytest.mark.parametrize("second", ["bhij,bhjd->bhid", "bhij,ijd->bhid"])
+def test_probabilities_that_weigh_two_values_are_named_since_dq_is_that_of_both(second):
+    relative = torch.randn(B, H, N, D) if "bhjd" in second else torch.randn(N, N, D)
+
+    def attention(q, k, v):
+        probs = (q @ k.mT).softmax(-1)
+        return probs @ v + torch.einsum(second, probs, relative.to(probs.dtype))
+
+    calls, plain = [], run(attention)[0]
+    watched, tap = run(attention, calls)
+    assert calls == []
+    assert list(tap.unseen) == ["inner"]
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
 
@@ -220,6 +253,17 @@ def test_multihead_attention_with_weights_is_seen_by_heads(masked, autocast):
     assert call.q.dtype == (torch.bfloat16 if autocast else torch.float32)
     exact, _ = exact_attention(call.q, call.k, call.v, **exact_options(call.kwargs))
     assert (call.out - exact).norm() / exact.norm() < (2**-7 if autocast else 2e-6)
+
+
+def test_a_softmax_of_a_product_without_a_record_is_named_whatever_its_module_is_called():
+    def mixed(q, k, v):
+        probs = torch.einsum("bhij,hg->bgij", (q @ k.mT).softmax(-1), torch.eye(H, dtype=q.dtype))
+        return probs @ v
+
+    calls = []
+    _, tap = run(mixed, calls)
+    assert calls == []
+    assert "a softmax of a product ran and left no record" in tap.unseen["inner"]
 
 
 def test_without_gradients_it_comes_when_the_tap_closes():
