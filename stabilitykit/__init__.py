@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from stabilitykit.observe.arm import Arm
     from stabilitykit.observe.tap import AttentionCall, Tap
     from stabilitykit.observe.twin import Twin
+    from stabilitykit.observe.watch import watch
 
 _HOMES = {
     "Arm": "observe.arm",
@@ -27,6 +28,7 @@ _HOMES = {
     "exact_attention_grad": "numerics.exact",
     "monitors": "callbacks",
     "wasserstein": "numerics.wasserstein",
+    "watch": "observe.watch",
 }
 __all__ = [
     "Arm",
@@ -42,6 +44,7 @@ __all__ = [
     "exact_attention_grad",
     "monitors",
     "wasserstein",
+    "watch",
 ]
 __version__ = "0.1.0"
 

@@ -21,6 +21,7 @@ NAMES = [
     "exact_attention_grad",
     "monitors",
     "wasserstein",
+    "watch",
 ]
 
 

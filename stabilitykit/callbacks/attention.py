@@ -1,19 +1,17 @@
 """AttentionMonitor: on due steps, how far the attention kernels are from exact attention."""
 
-import time
 from fnmatch import fnmatch
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
-from stabilitykit.callbacks.budget import Budget, Most, Size
+from stabilitykit.callbacks.budget import Budget, Clock, Most
 from stabilitykit.callbacks.deviations import Deviations
 from stabilitykit.callbacks.monitor import Monitor
 from stabilitykit.callbacks.ranks import everyone, merged
 from stabilitykit.callbacks.run import rank, say, world
-from stabilitykit.callbacks.shadow import one_sequence, shadow_loss
-from stabilitykit.catalog import CATALOG
-from stabilitykit.observe.attention import worst
+from stabilitykit.callbacks.training import loss_scale, one_sequence, shadow_loss
+from stabilitykit.observe.attention import NUMBERS, worst
 from stabilitykit.observe.bias import DeltaWalk
 from stabilitykit.observe.sample import Look
 from stabilitykit.observe.shadow import is_compiled, shadow
@@ -84,7 +82,7 @@ class AttentionMonitor(Monitor):
         self._deviations, self._walk = Deviations(), DeltaWalk()
         self._order: list[str] = []
         self._said: set[str] = set()
-        self._began: _Began | None = None
+        self._clock = Clock()
         self._batch: tuple[Any, int] | None = None
         self._tap: Tap | None = None
         self._step: StepNumbers | None = None
@@ -112,29 +110,19 @@ class AttentionMonitor(Monitor):
     def open_step(self, trainer: Any, module: Any) -> None:
         """Opens the tap on a due step; beside a compiled model runs the shadow step."""
         self._close()
-        self._clock()
+        costs = self.run.costs
+        self._clock.begin(self._budget, sum(costs.values()), costs[self.kind], self.due)
         if not self.due:
             return
         with self.timed():
             compiled = is_compiled(module)
             self._source, self._unseen = ("shadow" if compiled else "step"), {}
-            self._step = self._new_step(1.0 if compiled else _loss_scale(trainer, module))
+            self._step = self._new_step(1.0 if compiled else loss_scale(trainer, module))
             if compiled:
                 self._run_shadow(trainer, module)
             else:
                 self._tap = Tap(module, self._measure)
                 self._tap.__enter__()
-
-    def _clock(self) -> None:
-        # Seconds between the beginnings of two steps, without what monitors took: nothing waits for it.
-        now, spent = time.perf_counter(), sum(self.run.costs.values())
-        if self._began is not None:
-            rest = now - self._began.at - (spent - self._began.spent)
-            if self._began.due:
-                self._budget.due(self.run.costs[self.kind] - self._began.own, rest)
-            else:
-                self._budget.plain(rest)
-        self._began = _Began(now, spent, self.run.costs[self.kind], self.due)
 
     def _new_step(self, loss_scale: float) -> StepNumbers:
         size = self._budget.size
@@ -216,8 +204,8 @@ class AttentionMonitor(Monitor):
         self._order += [name for name in layers if name not in self._order]
         events = self._deviations.update(step, layers)
         numbers = worst(list(layers.values()))
-        values = {f"attention/{k}": v for k, v in numbers.items() if f"attention/{k}" in CATALOG}
-        self._say_if_blind(layers, skipped)
+        values = {f"attention/{key}": numbers[key] for key in NUMBERS if key in numbers}
+        self._say_if_blind(found, skipped)
         self.write(step, values, self._detail(found, layers, skipped))
         for event in events:
             self.run.write("event", step, {}, event)
@@ -225,9 +213,7 @@ class AttentionMonitor(Monitor):
             self.run.send_beside(step, _per_layer(layers))
         self._next_size([part for _, part in told])
 
-    def _detail(
-        self, found: StepNumbers, layers: dict[str, Any], skipped: dict[str, str]
-    ) -> dict[str, Any]:
+    def _detail(self, found: StepNumbers, layers: dict[str, Any], skipped: dict[str, str]) -> dict[str, Any]:
         size = self._budget.size
         detail: dict[str, Any] = {
             "layers": layers,
@@ -248,37 +234,27 @@ class AttentionMonitor(Monitor):
             before = self._budget.size
             self._budget.shrink()
             self._say_once(
-                f"AttentionMonitor ran out of memory at step {self.run.step} with {_words(before)}; from "
-                f"the next due step on it measures {_words(self._budget.size)}. Training goes on"
+                f"AttentionMonitor ran out of memory at step {self.run.step} with {before}; from "
+                f"the next due step on it measures {self._budget.size}. Training goes on"
             )
             return
         figures = [figures for *_, figures in parts if figures is not None]
-        if len(figures) < len(parts):
-            return
-        slowest = max(figures, key=lambda figures: figures.over)
-        self._budget.choose(slowest)
-        excess = self._budget.excess(slowest)
-        if excess is not None:
-            self._say_once(
-                f"AttentionMonitor takes {excess:.2g} % of the training time even for one layer at a time: "
-                f"a larger every_n_steps than {self.every_n_steps} would cost less"
-            )
+        if len(figures) == len(parts):
+            self._budget.choose(max(figures, key=lambda figures: figures.over))
 
-    def _say_if_blind(self, layers: dict[str, Any], skipped: dict[str, str]) -> None:
+    def _say_if_blind(self, found: StepNumbers, skipped: dict[str, str]) -> None:
         for name, reason in self._unseen.items():
-            self._say_once(f"AttentionMonitor does not see the attention of {name}: {reason}. Training goes on")
-        if layers or self._order:
+            self._say_once(
+                f"AttentionMonitor does not see the attention of {name}: {reason}. Training goes on"
+            )
+        if found.shapes:
             return
         why = "; ".join(sorted({f"{name}: {reason}" for name, reason in skipped.items()}))
-        self._say_once(
-            "AttentionMonitor measured nothing: "
-            + (
-                why
-                or "saw no attention call in this step; it watches torch's scaled_dot_product_attention "
-                "and what is built on it"
-            )
-            + ". Training goes on"
+        why = why or (
+            "saw no attention call in this step; it watches torch's scaled_dot_product_attention and "
+            "what is built on it"
         )
+        self._say_once(f"AttentionMonitor measured nothing: {why}. Training goes on")
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:
@@ -303,31 +279,10 @@ class AttentionMonitor(Monitor):
             self._order = list(memory["order"])
 
 
-class _Began(NamedTuple):
-    """When a step began, what monitors and this one had taken by then, and whether it is due."""
-
-    at: float
-    spent: float
-    own: float
-    due: bool
-
-
-def _loss_scale(trainer: Any, module: Any) -> float:
-    """What the loss is multiplied by before its backward: GradScaler's factor, over the accumulation."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    divided = trainer.accumulate_grad_batches if module.automatic_optimization else 1
-    return (1.0 if scaler is None else scaler.get_scale()) / divided
-
-
-def _words(size: Size) -> str:
-    heads = f"heads {size.heads}" if isinstance(size.heads, list) else f"{size.heads} heads"
-    return f"{heads}, {size.rows} rows and {size.sequences} sequences of a call"
-
-
 def _per_layer(layers: dict[str, Any]) -> dict[str, float]:
     return {
         f"attention/{key}/{name.replace('.', '_').replace('#', '_')}": value
         for name, row in layers.items()
         for key, value in row.items()
-        if f"attention/{key}" in CATALOG
+        if key in NUMBERS
     }

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import time
 from collections import deque
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,6 +22,10 @@ class Size:
     rows: int
     sequences: int
     layers_every: int = 1
+
+    def __str__(self) -> str:
+        heads = f"heads {self.heads}" if isinstance(self.heads, list) else f"{self.heads} heads"
+        return f"{heads}, {self.rows} rows and {self.sequences} sequences of a call"
 
     def shrunk(self) -> "Size":
         """The next smaller sample, whoever chose this one; the smallest is one row of one head."""
@@ -69,6 +74,25 @@ class Figures:
     def over(self) -> float:
         """How many plain steps one due step costs."""
         return (self.cost + self.tap) / self.plain
+
+
+class Clock:
+    """Tells a budget the seconds of every step, from the beginning of one to that of the next."""
+
+    def __init__(self) -> None:
+        self._began: tuple[float, float, float, bool] | None = None
+
+    def begin(self, budget: "Budget", spent: float, own: float, due: bool) -> None:
+        """A step begins: `spent` is what all monitors took so far, `own` what this one did."""
+        now = time.perf_counter()  # no device is waited for: steps that queue up take as long as they run
+        if self._began is not None:
+            at, spent_then, own_then, was_due = self._began
+            rest = now - at - (spent - spent_then)
+            if was_due:
+                budget.due(own - own_then, rest)
+            else:
+                budget.plain(rest)
+        self._began = now, spent, own, due
 
 
 class Budget:
@@ -135,13 +159,6 @@ class Budget:
         self.choices += 1
         self.settled = self.size == before or self.choices == CHOICES
         self._costs, self._taps = [], []
-
-    def excess(self, figures: Figures) -> float | None:
-        """The percentage that even the least sample costs, when that is above the share."""
-        least = replace(self._ladder(figures.most)[0], layers_every=figures.most.layers)
-        cost = figures.cost * figures.most.work(least) / figures.most.work(self.size) + figures.tap
-        share = cost / figures.plain / self.every_n_steps
-        return 100 * share if share > SHARE else None
 
     def shrink(self) -> None:
         """A smaller sample from now on, for good: memory ran out."""

@@ -31,7 +31,9 @@ def merged(parts: list[tuple[str, Layers]]) -> Layers:
     names = list(dict.fromkeys(name for _, layers in parts for name in reversed(layers)))
     if len(parts) == 1:
         return {name: parts[0][1][name] for name in names}
-    return {name: _layer([(r, h, ls[name]) for r, (h, ls) in enumerate(parts) if name in ls]) for name in names}
+    return {
+        name: _layer([(r, h, ls[name]) for r, (h, ls) in enumerate(parts) if name in ls]) for name in names
+    }
 
 
 def _layer(rows: list[tuple[int, str, dict[str, Any]]]) -> dict[str, Any]:

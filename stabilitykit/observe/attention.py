@@ -24,6 +24,13 @@ _OUT = (
     "sign_bias",
 )
 _GRAD = ("roundoff_ratio", "rel_l2", "error_vs_baseline")
+# What a record's values are made of: the catalog's keys without "attention/".
+NUMBERS = (
+    *_OUT,
+    *("max_logit", "logit_bound", "entropy", "repeated_max", "probability_one", "delta_bias"),
+    "nonfinite",
+    *(f"grad_{name}" for name in (*_GRAD, "nonfinite")),
+)
 
 
 def unmeasurable(call: AttentionCall) -> str | None:
@@ -51,7 +58,7 @@ def measured(
     in full, for the sampled key heads; their numbers stand with the first sampled head of each.
     `logit_bound` is that of all heads and sequences. `loss_scale` is what the loss was multiplied by
     before its backward; it is divided out of "delta_walk", [sum, sum of squares, rows] of what the
-    stored output's rounding moves delta = rowsum(dO * O) by, on the fixed heads and rows.
+    stored output's rounding moves delta = rowsum(dO * O) by, on the fixed rows.
     """
     part = _Part(call, sample, dtype, loss_scale)
     heads = part.forward()
@@ -106,9 +113,10 @@ class _Part:
         self.q, self.k, self.v = (self._sequences(t) for t in (call.q, call.k, call.v))
         keys = sorted({head // self.group for head in sample.heads})
         queries = sorted({*sample.heads, *self._members(sample.key_heads)})
-        self.moved = tuple(
-            self._stored(tensor, heads)
-            for tensor, heads in ((self.q, queries), (self.k, keys), (self.v, keys))
+        self.moved = (
+            self._stored(self.q, queries),
+            self._stored(self.k, keys),
+            self._stored(self.v, keys),
         )
 
     def _sequences(self, tensor: Tensor) -> Tensor:
@@ -196,16 +204,15 @@ class _Part:
         return result
 
     def _delta(self, heads: list[dict[str, Any]]) -> None:
-        # Fixed rows and heads: their sum over the steps is one random walk, unless there is a bias.
+        # Always the same rows: per head their sum over the steps is one random walk, or there is a bias.
         fixed = [i for i, row in enumerate(self.sample.rows) if row in set(self.sample.fixed_rows)]
         if not fixed:
             return
         grad_out = self._grad_out(self.sample.heads, self.rows).double() / self.loss_scale
         gap = (grad_out * (self.fast_out.double() - self.exact_out.double())).sum(-1)[:, :, fixed]
         for i, row in enumerate(heads):
-            if row["head"] in self.sample.fixed_heads:
-                walk = gap[:, i][gap[:, i].isfinite()]
-                row["delta_walk"] = [walk.sum().item(), walk.square().sum().item(), float(walk.numel())]
+            walk = gap[:, i][gap[:, i].isfinite()]
+            row["delta_walk"] = [walk.sum().item(), walk.square().sum().item(), float(walk.numel())]
 
     def _grad_out(self, heads: list[int], rows: Tensor | None) -> Tensor:
         assert self.call.grad_out is not None

@@ -1,4 +1,4 @@
-"""Which part of an attention call is measured at one look, so that all of it is seen in a stated number of looks."""
+"""Which part of an attention call is measured at one look; all of it is, in a stated number of looks."""
 
 import math
 import random
@@ -25,8 +25,7 @@ class Look:
 class Sample:
     """Indices of one call: query heads, query rows, sequences, and the key heads for dk and dv.
 
-    `fixed_heads` and `fixed_rows` are measured at every look, so that numbers over time are of one
-    thing; `seed` is that of the perturbations.
+    `fixed_rows`, a part of `rows`, are the same at every look; `seed` is that of the perturbations.
     """
 
     heads: list[int]
@@ -34,7 +33,6 @@ class Sample:
     sequences: list[int]
     seed: int
     key_heads: list[int] = field(default_factory=list)
-    fixed_heads: list[int] = field(default_factory=list)
     fixed_rows: list[int] = field(default_factory=list)
 
     @classmethod
@@ -78,7 +76,6 @@ class Sample:
             sequences=sorted(draw.sample(range(have_sequences), min(sequences, have_sequences))),
             seed=draw.getrandbits(31),
             key_heads=_key_heads(plan, fixed, picked if look.suspects else [], turning, number),
-            fixed_heads=sorted(fixed),
             fixed_rows=fixed_rows,
         )
 
@@ -136,14 +133,14 @@ class _Plan:
 
     @property
     def head_cycle(self) -> int:
-        """Turns in which all heads are seen; shares no factor with `row_cycle`.
+        """Turns in which all heads are seen; shares no factor with the cycles of rows.
 
         So in time every head is seen on every row, not each on its own few.
         """
         if not self.turning:
             return 1
-        cycle = math.ceil(self.heads / (self.turning * self.world))
-        while math.gcd(cycle, self.row_cycle) > 1:
+        cycle, rows = math.ceil(self.heads / (self.turning * self.world)), self.row_cycle
+        while math.gcd(cycle, rows * max(rows - 1, 1)) > 1:
             cycle += 1
         return cycle
 
@@ -208,10 +205,12 @@ def _others(
 def _rows(name: str, plan: _Plan, number: int) -> tuple[list[int], list[int]]:
     """The rows of every look, spread evenly, and one of each stretch of the rest."""
     fixed = [(2 * i + 1) * plan.rows // (2 * plan.fixed_rows) for i in range(plan.fixed_rows)]
-    rest, cycle = sorted(set(range(plan.rows)) - set(fixed)), plan.row_cycle
-    shift = random.Random(f"rows of {name}")
-    places = (start + (number + shift.randrange(cycle)) % cycle for start in range(0, len(rest), cycle))
-    return fixed, [rest[place] for place in places if place < len(rest)]
+    rest, places = sorted(set(range(plan.rows)) - set(fixed)), plan.want_rows - plan.fixed_rows
+    shift, some = random.Random(f"rows of {name}"), []
+    for i in range(places if rest else 0):
+        stretch = rest[i * len(rest) // places : (i + 1) * len(rest) // places]
+        some.append(stretch[(number + shift.randrange(plan.rows)) % len(stretch)])
+    return fixed, some
 
 
 def _key_heads(

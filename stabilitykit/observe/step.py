@@ -64,9 +64,7 @@ class StepNumbers:
         size: dict[str, Any] = {"heads": self.heads, "rows": self.rows}
         self.covered_within = max(self.covered_within, covered_within(call, **size, world=look.world))
         try:
-            sample = Sample.draw(
-                call, f"{self.seed}/{name}", **size, sequences=self.sequences, look=look
-            )
+            sample = Sample.draw(call, f"{self.seed}/{name}", **size, sequences=self.sequences, look=look)
             self.layers[name] = measured(
                 call, sample, backward=self.backward, dtype=self.dtype, loss_scale=self.loss_scale
             )

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stabilitykit.observe.attention import Sample, measured, unmeasurable, worst
+from stabilitykit.observe.attention import measured, unmeasurable, worst
+from stabilitykit.observe.sample import Look, Sample, covered_within
 from stabilitykit.observe.tap import Tap
 
 HEALTHY_FLOAT32 = 2e-6  # relative L2 of a float32 kernel over rows of up to 64 keys

@@ -1,4 +1,4 @@
-"""The loss of one sequence of a batch, by the user's own training_step, without what it logs."""
+"""What a trainer does with the loss: its scale, and training_step called once more on one sequence."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -7,6 +7,13 @@ from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+
+
+def loss_scale(trainer: Any, module: Any) -> float:
+    """What the loss is multiplied by before its backward: GradScaler's factor, over the accumulation."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    divided = trainer.accumulate_grad_batches if module.automatic_optimization else 1
+    return (1.0 if scaler is None else scaler.get_scale()) / divided
 
 
 def one_sequence(batch: Any, index: int) -> Any:
