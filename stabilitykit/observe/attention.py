@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from stabilitykit.numerics.deviation import deviation, perturb
-from stabilitykit.numerics.exact import attention_rows, exact_attention_grad, plain_attention
+from stabilitykit.numerics.exact import AttentionRows, attention_rows, exact_attention_grad, plain_attention
 from stabilitykit.numerics.ties import row_ties
+from stabilitykit.observe.exactly import exact_options, part_of
 from stabilitykit.observe.sample import Sample, logit_bounds
 from stabilitykit.observe.tap import AttentionCall
 
@@ -35,7 +36,7 @@ NUMBERS = (
 
 def unmeasurable(call: AttentionCall) -> str | None:
     """Why a call cannot be compared with exact attention, None when it can."""
-    if call.kwargs["dropout_p"] > 0:
+    if call.kwargs["dropout_p"] > 0 and "dropout_mask" not in call.kwargs:
         return f"dropout {call.kwargs['dropout_p']:g} in the kernel, its mask is not known"
     if call.q.dim() != 4:
         return f"expected q of shape [b, h, q, d], got {tuple(call.q.shape)}"
@@ -102,11 +103,7 @@ class _Part:
     def __init__(self, call: AttentionCall, sample: Sample, dtype: torch.dtype, loss_scale: float):
         self.call, self.sample, self.dtype, self.loss_scale = call, sample, dtype, loss_scale
         self.group = call.q.shape[1] // call.k.shape[1]
-        self.options: dict[str, Any] = {
-            "causal": call.kwargs["is_causal"],
-            "scale": call.kwargs["scale"],
-            "mask": self._mask(),
-        }
+        self.options = part_of(exact_options(call.kwargs), sequences=sample.sequences)
         device = call.q.device
         self.rows = torch.tensor(sample.rows, device=device)
         self.generator = torch.Generator(device).manual_seed(sample.seed)
@@ -125,23 +122,14 @@ class _Part:
     def _members(self, key_heads: list[int]) -> list[int]:
         return [key * self.group + i for key in key_heads for i in range(self.group)]
 
-    def _mask(self) -> Tensor | None:
-        mask: Tensor | None = self.call.kwargs["attn_mask"]
-        if mask is not None and mask.dim() == 4 and mask.shape[0] > 1:
-            return self._sequences(mask)
-        return mask
-
     def _compare(self, fast: Tensor, exact: Tensor, low: Tensor, moved: Tensor) -> dict[str, float]:
         return deviation(fast, exact, low, moved, dtype=self.call.q.dtype)
 
     def forward(self) -> list[dict[str, Any]]:
         """One dict of numbers per sampled head."""
         where: dict[str, Any] = {"rows": self.rows, "heads": self.sample.heads, **self.options}
-        width = self.v.shape[-1]
-        beside = torch.cat([self.v, self.k], -1)  # P k, which dq's noise needs, from the same pass
-        exact = attention_rows(self.q, self.k, beside, dtype=self.dtype, **where)
-        exact_out, self.seen_keys = exact.out[..., :width], exact.out[..., width:]
-        self.exact_out = exact_out
+        exact = self._exact(where)
+        exact_out = self.exact_out
         moved = self._stored(attention_rows(*self.moved, dtype=self.dtype, **where).out)
         low = plain_attention(self.q, self.k, self.v, **where)
         ties = row_ties(self.q, self.k, self.v, **where)
@@ -161,6 +149,17 @@ class _Part:
                 }
             )
         return result
+
+    def _exact(self, where: dict[str, Any]) -> AttentionRows:
+        """Exact attention; beside its out keeps P k, which dq's noise needs, from the same pass."""
+        width, dropped = self.v.shape[-1], where.get("dropout_mask") is not None
+        both = torch.cat([self.v, self.k], -1)
+        exact = attention_rows(self.q, self.k, both, dtype=self.dtype, **where)
+        self.exact_out, self.seen_keys = exact.out[..., :width], exact.out[..., width:]
+        if dropped:  # delta reaches dq through P as it was before dropout
+            undropped = {**where, "dropout_mask": None, "dropout_p": 0.0}
+            self.seen_keys = attention_rows(self.q, self.k, self.k, dtype=self.dtype, **undropped).out
+        return exact
 
     def backward(self, heads: list[dict[str, Any]]) -> None:
         """Adds the gradients' numbers to the rows of the sampled heads."""

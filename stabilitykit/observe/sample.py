@@ -75,7 +75,7 @@ class Sample:
             rows=sorted([*fixed_rows, *some_rows]),
             sequences=sorted(draw.sample(range(have_sequences), min(sequences, have_sequences))),
             seed=draw.getrandbits(31),
-            key_heads=_key_heads(plan, fixed, picked if look.suspects else [], turning, number),
+            key_heads=_key_heads(plan, turning or picked or fixed, number, picked[: len(look.suspects)]),
             fixed_rows=fixed_rows,
         )
 
@@ -188,7 +188,7 @@ def _order(name: str, have: int, heads: int | list[int]) -> list[int]:
 def _others(
     call: AttentionCall, plan: _Plan, order: list[int], pick_turn: bool, number: int, look: Look
 ) -> tuple[list[int], list[int], list[int]]:
-    """Heads that are picked, those whose turn it is, and all in turn where those overlap."""
+    """Heads that are picked, those whose turn it is, and further ones for where those overlap."""
     if not plan.turning:
         return [], [], []
     places = 1 if pick_turn else plan.picked
@@ -199,7 +199,10 @@ def _others(
     picked = list(dict.fromkeys([*suspects[at:], *suspects[:at], *known]))[:places]
     start = (number % plan.head_cycle * plan.world + look.rank) * plan.turning
     turns = [order[(start + i) % plan.heads] for i in range(plan.heads)]
-    return picked, [] if pick_turn else turns[: plan.turning], turns
+    turning = [] if pick_turn else turns[: plan.turning]
+    spare = [head for head in turns if head not in (*order[: plan.fixed], *picked, *turning)]
+    at = look.rank % max(len(spare), 1)  # all ranks overlap at once
+    return picked, turning, [*spare[at:], *spare[:at]]
 
 
 def _rows(name: str, plan: _Plan, number: int) -> tuple[list[int], list[int]]:
@@ -213,11 +216,9 @@ def _rows(name: str, plan: _Plan, number: int) -> tuple[list[int], list[int]]:
     return fixed, some
 
 
-def _key_heads(
-    plan: _Plan, fixed: list[int], picked: list[int], turning: list[int], number: int
-) -> list[int]:
-    """The key heads whose turn it is, and a suspect's; all belong to sampled query heads."""
-    groups = list(dict.fromkeys(head // plan.group for head in turning or picked or fixed))
+def _key_heads(plan: _Plan, now: list[int], number: int, suspects: list[int]) -> list[int]:
+    """As many key heads of the query heads whose turn it is as there are places, and the first suspect's."""
+    groups = list(dict.fromkeys(head // plan.group for head in now))
     at = number // plan.head_cycle * plan.key_places % len(groups)
-    now = [*groups[at:], *groups[:at]][: plan.key_places]
-    return sorted({*now, *(head // plan.group for head in picked[:1])})
+    turn = [*groups[at:], *groups[:at]][: plan.key_places]
+    return sorted({*turn, *(head // plan.group for head in suspects[:1])})

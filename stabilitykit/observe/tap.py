@@ -11,12 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from stabilitykit.observe import sdpa
+from stabilitykit.observe import eager, flash, sdpa
 from stabilitykit.observe.calls import AttentionCall, Calls
+from stabilitykit.observe.chain import strayed
 
 __all__ = ["AttentionCall", "Tap"]
 
-_HANDLERS = {**sdpa.HANDLERS}
+_Handler = Callable[[Calls, Any, Any, Any], Any]
+_HANDLERS: dict[Any, _Handler] = {**sdpa.HANDLERS, **eager.HANDLERS}
+_OPS: dict[str, _Handler] = {**flash.HANDLERS}  # by name: their libraries may be imported later
 _BACKWARD = (torch.autograd.backward, torch.autograd.grad)
 
 
@@ -79,17 +82,21 @@ class Tap(TorchFunctionMode):
         kwargs = kwargs or {}
         if Calls.muted:
             return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            self._calls.heads = args[4] if len(args) > 4 else kwargs["num_heads"]
+            return self._inside(F, func, args, kwargs)
         handler = _handler(func)
         if handler is not None:
             return handler(self._calls, func, args, kwargs)
-        if func is F.multi_head_attention_forward:
-            return self._inside(F, func, args, kwargs)
         if func is Tensor.backward:
             kwargs = {"grad_tensors" if key == "gradient" else key: kwargs[key] for key in kwargs}
             return self._inside(torch.autograd, torch.autograd.backward, args, kwargs)
         if func in _BACKWARD:
             return self._inside(torch.autograd, func, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            strayed(func, args, result)
+        return result
 
     def _inside(self, namespace: Any, func: Any, args: Any, kwargs: Any) -> Any:
         # These functions take the mode off the stack, then do their work in Python: put it back, and
@@ -111,5 +118,20 @@ class Tap(TorchFunctionMode):
 
 
 @cache
-def _handler(func: Any) -> Callable[[Calls, Any, Any, Any], Any] | None:
-    return _HANDLERS.get(func)
+def _handler(func: Any) -> _Handler | None:
+    name = _name(func)
+    strange = "attn" in name.lower() or "attention" in name.lower()
+    return _HANDLERS.get(func) or _OPS.get(name) or (_stranger if strange else None)
+
+
+def _stranger(calls: Calls, func: Any, args: Any, kwargs: Any) -> Any:
+    calls.report(f"{_name(func)} is an attention that is not known here")
+    return func(*args, **kwargs)
+
+
+def _name(func: Any) -> str:
+    if isinstance(func, torch._ops.OpOverload):
+        return func._schema.name
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return func._qualified_op_name
+    return getattr(func, "__name__", "")
