@@ -25,7 +25,7 @@ class Size:
 
     def __str__(self) -> str:
         heads = f"heads {self.heads}" if isinstance(self.heads, list) else f"{self.heads} heads"
-        return f"{heads}, {self.rows} rows and {self.sequences} sequences of a call"
+        return f"{heads} and {self.rows} rows, {self.sequences} of the sequences"
 
     def shrunk(self) -> "Size":
         """The next smaller sample, whoever chose this one; the smallest is one row of one head."""
