@@ -162,7 +162,7 @@ class AttentionMonitor(Monitor):
         batch, batch_idx = self._batch
         part = one_sequence(batch, self.run.step)
         # The calls count inside the time of the whole shadow step.
-        shadow(module, shadow_loss(trainer, module, part, batch_idx), self._step)
+        self._unseen = shadow(module, shadow_loss(trainer, module, part, batch_idx), self._step)
 
     def before_optimizer(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """The backward is done: the optimizer steps without the tap (manual loops may have more to come)."""

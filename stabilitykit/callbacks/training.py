@@ -1,8 +1,7 @@
 """What a trainer does with the loss: its scale, and training_step called once more on one sequence."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -41,21 +40,8 @@ def shadow_loss(trainer: Any, module: Any, batch: Any, batch_idx: int) -> Callab
     arguments = [batch, batch_idx][: len(inspect.signature(module.training_step).parameters)]
 
     def loss() -> Tensor:
-        with trainer.precision_plugin.train_step_context(), _unlogged(module):
+        with trainer.precision_plugin.train_step_context():
             outputs = module.training_step(*arguments)
         return outputs["loss"] if isinstance(outputs, dict) else outputs
 
     return loss
-
-
-@contextmanager
-def _unlogged(module: Any) -> Iterator[None]:
-    # What the step logs would be logged twice.
-    silent = ("log", "log_dict")
-    for name in silent:
-        setattr(module, name, lambda *args, **kwargs: None)
-    try:
-        yield
-    finally:
-        for name in silent:
-            delattr(module, name)
