@@ -332,3 +332,31 @@ def test_hugging_face_gpt2_is_watched_through_either_cli(tmp_path, package):
     run = subprocess.run([sys.executable, str(script), *args], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     assert_gpt2_was_watched(tmp_path / "stability")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_model_is_watched_in_a_shadow_step_and_trains_as_without(tmp_path, whole):
+    def trained(folder, callbacks):
+        torch.manual_seed(7)
+        torch.compiler.reset()
+        module = tiny.module_class("pytorch_lightning")(dropout=0.2)
+        if not whole:
+            module.model = torch.compile(module.model, backend="aot_eager")
+        run = tiny.trainer(folder, callbacks, max_steps=4, accumulate_grad_batches=2)
+        given = torch.compile(module, backend="aot_eager") if whole else module
+        run.fit(given, tiny.batches(8))
+        return module.losses, [p.detach() for p in module.parameters()], torch.get_rng_state()
+
+    plain = trained(tmp_path / "a", [])
+    watched = trained(tmp_path / "b", [AttentionMonitor(2)])
+    assert plain[0] == watched[0]
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], watched[1], strict=True))
+    assert torch.equal(plain[2], watched[2])
+    records = read_records(tmp_path / "b" / "stability").of("attention")
+    assert [record.detail["source"] for record in records] == ["shadow", "shadow"]
+    for record in records:
+        assert len(record.detail["layers"]) == 2
+        assert record.values["attention/rel_l2"] < HEALTHY_FLOAT32
+        assert record.values["attention/grad_rel_l2"] < HEALTHY_FLOAT32

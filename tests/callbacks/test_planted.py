@@ -1,4 +1,4 @@
-"""Kernel faults, planted in head 2 of the second layer, are found and named; healthy kernels raise nothing."""
+"""Kernel faults, planted in one head of the second layer, are found and named; healthy ones raise nothing."""
 
 import os
 
