@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from stabilitykit.observe.arm import Arm
     from stabilitykit.observe.tap import AttentionCall, Tap
     from stabilitykit.observe.twin import Twin
+    from stabilitykit.observe.watch import watch
     from stabilitykit.parallel.layout import shard, unshard
     from stabilitykit.parallel.ring import ring_attention
 
@@ -35,6 +36,7 @@ _HOMES = {
     "shard": "parallel.layout",
     "unshard": "parallel.layout",
     "wasserstein": "numerics.wasserstein",
+    "watch": "observe.watch",
 }
 __all__ = [
     "Arm",
@@ -55,6 +57,7 @@ __all__ = [
     "shard",
     "unshard",
     "wasserstein",
+    "watch",
 ]
 __version__ = "0.1.0"
 

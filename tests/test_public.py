@@ -26,6 +26,7 @@ NAMES = [
     "shard",
     "unshard",
     "wasserstein",
+    "watch",
 ]
 
 

@@ -124,6 +124,8 @@ class Tap(TorchFunctionMode):
 def _handler(func: Any) -> _Handler | None:
     name = _name(func)
     strange = "attn" in name.lower() or "attention" in name.lower()
+    if name.startswith("aten::_scaled_dot_product"):
+        strange = False  # the inside of a call that was seen, by way of a dispatch mode of the user's
     return _HANDLERS.get(func) or _OPS.get(name) or (_stranger if strange else None)
 
 
