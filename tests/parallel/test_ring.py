@@ -128,7 +128,7 @@ def test_low_precision_merges_are_worse_and_so_visible():
         ]
         for at in range(len(merges))
     ]
-    assert all(a < b < c for a, b, c in zip(*errors, strict=True))
+    assert all(a < b < c < d for a, b, c, d in zip(*errors, strict=True))
 
 
 @pytest.mark.parametrize("of_mesh", [False, True])
