@@ -104,6 +104,13 @@ class Scores:
         some = slice(min(first, default=0), max(last, default=0))
         return Block(rows, some, slice(max(first, default=0), min(last, default=0)))
 
+    def take(self, pairs: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """The wanted rows of q, and all of k and v, of a range of pairs: [pairs, :, d] in `dtype`."""
+        batch, kv_head = self.batch[pairs], self.kv_head[pairs]
+        q = self.q[batch[:, None], self.head[pairs, None], self.row]
+        k, v = self.k[batch, kv_head], self.v[batch, kv_head]
+        return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
+
     def part(self, whole: Tensor, pairs: slice, block: Block) -> Tensor:
         """The block [pairs, rows, keys] of a tensor that broadcasts to [b, h, q, k]."""
         whole = whole.expand(*self.q.shape[:3], self.k.shape[2])

@@ -36,7 +36,7 @@ def row_ties(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ties:
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for part in call.chunks():
             q_, k_, _ = call.take(part)
-            for block in call.blocks():
+            for block in call.blocks:
                 raw = torch.bmm(q_[:, block.rows], k_[:, block.some].mT) * call.factor
                 logits, _ = call.logits(raw.to(q.dtype).to(wide), part, block)
                 logits = logits.to(q.dtype).to(wide)

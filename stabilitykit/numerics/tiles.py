@@ -93,8 +93,7 @@ class Tiles:
 
     def __init__(self, kernel: Kernel, call: Scores):
         self.kernel, self.call, self.pairs = kernel, call, slice(0, len(call.head))
-        self.q = call.q[call.batch[:, None], call.head[:, None], call.row].to(call.dtype)
-        self.k, self.v = (x[call.batch, call.kv_head].to(call.dtype) for x in (call.k, call.v))
+        self.q, self.k, self.v = call.take(self.pairs)
 
     def scores(self, tile: Block) -> tuple[Tensor, Tensor | None]:
         """The rounded scores after softcap, bias and mask, and the softcap's tanh, if any."""

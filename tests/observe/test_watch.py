@@ -114,11 +114,13 @@ def test_nothing_stays_in_place_after_an_error_of_the_users():
 def test_a_model_without_attention_is_told_once():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.warns(UserWarning, match="watch measured nothing: saw no attention") as said:
-        with watch(model) as watched:
-            for _ in range(3):
-                model(torch.ones(1, 2)).sum().backward()
-                optimizer.step()
+    with (
+        pytest.warns(UserWarning, match="watch measured nothing: saw no attention") as said,
+        watch(model) as watched,
+    ):
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
     assert len(said) == 1
     assert watched.numbers == {}
 
