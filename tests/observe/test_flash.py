@@ -2,13 +2,13 @@
 
 import contextlib
 
-import flash_stand_in  # noqa: F401  installs the stand-in, or skips
 import pytest
 import torch
 from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import flash_stand_in  # noqa: F401  installs the stand-in, or skips
 from stabilitykit.numerics.exact import exact_attention, exact_attention_grad
 from stabilitykit.observe.exactly import attend_exactly, exact_options
 from stabilitykit.observe.tap import Tap
