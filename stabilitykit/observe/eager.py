@@ -41,6 +41,8 @@ def _score(calls: Calls, made: Product) -> Tensor:
     # b first, or a tensor that is both gets its gradients added in another order.
     b, a = calls.alias(as_autocast(made.b)), calls.alias(as_autocast(made.a))
     scores = made.run(a, b)
+    if scores.numel() == 0:
+        return scores
     q, k = (a, b) if rows in made.in_a else (b, a)
     chain = Chain(
         Operand(q, lambda t: arranged(t, sides[0], lead + rows + made.summed)),

@@ -64,6 +64,8 @@ class Tap(TorchFunctionMode):
             self._calls = Calls(self._on_call, self._replace)
             self._resources = ExitStack()
             for name, child in self._module.named_modules():
+                if _needs_no_name(child):
+                    continue
                 pre = child.register_forward_pre_hook(partial(self._enter_module, name))
                 post = child.register_forward_hook(self._leave_module, always_call=True)
                 self._resources.callback(pre.remove)
@@ -86,7 +88,10 @@ class Tap(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             self._calls.heads = args[4] if len(args) > 4 else kwargs["num_heads"]
-            return self._inside(F, func, args, kwargs)
+            try:
+                return self._inside(F, func, args, kwargs)
+            finally:
+                self._calls.heads = None
         handler = _handler(func)
         if handler is not None:
             return handler(self._calls, func, args, kwargs)
@@ -118,6 +123,11 @@ class Tap(TorchFunctionMode):
 
     def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
         self._calls.leave()
+
+
+def _needs_no_name(module: nn.Module) -> bool:
+    # torch's own layers without children (Linear, LayerNorm, ...) call no attention; hooks would slow them.
+    return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
 
 
 @cache

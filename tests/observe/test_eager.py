@@ -271,3 +271,20 @@ def test_without_gradients_it_comes_when_the_tap_closes():
     with Tap(Block(nano_gpt), calls.append), torch.no_grad():
         nano_gpt(*torch.randn(3, B, H, N, D))
     assert [call.dq for call in calls] == [None]
+
+
+def test_heads_of_multihead_attention_are_not_those_of_what_comes_after_it():
+    layer, calls = nn.MultiheadAttention(16, 4, batch_first=True), []
+    x = torch.randn(3, N, 16)
+    with Tap(layer, calls.append):
+        y = layer(x, x, x)[0]
+        ((y @ y.mT).softmax(-1) @ y).sum().backward()
+    assert sorted(tuple(call.q.shape) for call in calls) == [(3, 1, N, 16), (3, 4, N, 4)]
+
+
+def test_an_empty_batch_is_no_call():
+    calls = []
+    with Tap(Block(nano_gpt), calls.append):
+        x = torch.randn(0, H, N, D)
+        assert ((x @ x.mT).softmax(-1) @ x).shape == x.shape
+    assert calls == []
