@@ -344,9 +344,9 @@ def test_a_compiled_model_is_watched_in_a_shadow_step_and_trains_as_without(tmp_
         module = tiny.module_class("pytorch_lightning")(dropout=0.2)
         if not whole:
             module.model = torch.compile(module.model, backend="aot_eager")
-        run = tiny.trainer(folder, callbacks, max_steps=4, accumulate_grad_batches=2)
+        run = tiny.trainer(folder, callbacks, max_steps=4)
         given = torch.compile(module, backend="aot_eager") if whole else module
-        run.fit(given, tiny.batches(8))
+        run.fit(given, tiny.batches(4))
         return module.losses, [p.detach() for p in module.parameters()], torch.get_rng_state()
 
     plain = trained(tmp_path / "a", [])
