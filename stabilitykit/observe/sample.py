@@ -36,6 +36,12 @@ class Sample:
     fixed_rows: list[int] = field(default_factory=list)
 
     @classmethod
+    def whole(cls, call: AttentionCall, seed: int = 0) -> "Sample":
+        """All of a call: every sequence, head, row and key head."""
+        sequences, heads, rows = (list(range(size)) for size in call.q.shape[:3])
+        return cls(heads, rows, sequences, seed, list(range(call.k.shape[1])), rows)
+
+    @classmethod
     def draw(
         cls,
         call: AttentionCall,

@@ -134,8 +134,8 @@ def _needs_no_name(module: nn.Module) -> bool:
 def _handler(func: Any) -> _Handler | None:
     name = _name(func)
     strange = "attn" in name.lower() or "attention" in name.lower()
-    if name.startswith("aten::_scaled_dot_product"):
-        strange = False  # the inside of a call that was seen, by way of a dispatch mode of the user's
+    if name.startswith("aten::_scaled_dot_product") and name.endswith("_backward"):
+        strange = False  # of a call whose forward was seen, by way of a dispatch mode of the user's
     return _HANDLERS.get(func) or _OPS.get(name) or (_stranger if strange else None)
 
 
