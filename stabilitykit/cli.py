@@ -2,18 +2,18 @@
 
 import argparse
 import json
-import logging
-import os
 import sys
 import traceback
-import warnings
 import webbrowser
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
+
+from stabilitykit.records import one_line
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,27 +47,26 @@ def main(argv: list[str] | None = None) -> int:
 
 def _own(problem: BaseException) -> BaseException:
     # jsonargparse wraps what a constructor of ours raised in pages of its own: ours is the clear line.
+    wrappers = (__name__, "stabilitykit.fit")  # they hand on what others raised
     cause: BaseException | None = problem
     while cause is not None:
         frames = list(traceback.walk_tb(cause.__traceback__))
         home = frames[-1][0].f_globals["__name__"] if frames else ""
-        if isinstance(cause, ValueError) and home.startswith("stabilitykit.") and home != __name__:
+        if isinstance(cause, ValueError) and home.startswith("stabilitykit.") and home not in wrappers:
             return cause
         cause = cause.__cause__ or cause.__context__
     return problem
 
 
-def one_line(problem: BaseException) -> str:
-    r"""The message with its line breaks folded.
-
-    >>> one_line(ValueError("expected a,\n   got b"))
-    'expected a, got b'
-    """
-    return " ".join(str(problem).split()) or type(problem).__name__
-
-
 def _parser(command: str, description: str) -> ArgumentParser:
     return ArgumentParser(prog=f"stabilitykit {command}", description=description, exit_on_error=False)
+
+
+def fit(argv: list[str]) -> int:
+    """Trains from a recipe; ends with what was seen, what it cost and where the report lies."""
+    from stabilitykit.fit import fit
+
+    return fit(argv)
 
 
 def report(argv: list[str]) -> int:
@@ -252,100 +251,24 @@ def _seeds(text: str) -> list[int]:
 
 def bench(argv: list[str]) -> int:
     """Measures what it costs, beside limits."""
+    benches: dict[str, tuple[str, ...]] = {
+        "overhead": ("overhead:overhead",),
+        "attention": ("attention:attention", "watching:watching_cost"),
+        "wasserstein": ("wasserstein:wasserstein_bench",),
+    }
     parser = _parser("bench", "What it costs: one row per figure, ratio = value / limit.")
-    parser.add_argument("what", type=str, choices=["overhead"])
+    parser.add_argument("what", type=str, choices=list(benches))
     parser.add_argument("--rounds", type=int, default=5, help="interleaved repetitions")
     parser.add_argument("--format", type=str, choices=["table", "json"], default="table")
     args = parser.parse_args(argv)
     if args.rounds < 1:
         raise ValueError(f"expected --rounds >= 1, got {args.rounds}")
-    from stabilitykit.bench.overhead import overhead
-
-    results = overhead(rounds=args.rounds)
+    results: list[dict[str, Any]] = []
+    for place in benches[args.what]:
+        module, _, function = place.partition(":")
+        results += getattr(import_module(f"stabilitykit.bench.{module}"), function)(rounds=args.rounds)
     print(json.dumps({"results": results}) if args.format == "json" else _table(results))
     return 0
-
-
-def fit(argv: list[str]) -> int:
-    """Trains from a recipe; ends with what was seen, what it cost and where the report lies."""
-    # Two of Lightning's own deprecations; nothing the user can mend.
-    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-    from lightning_fabric.utilities.exceptions import MisconfigurationException
-    from pytorch_lightning.cli import LightningCLI
-
-    class FitCLI(LightningCLI):
-        """LightningCLI without subcommands: `fit` is the only one here."""
-
-        def add_arguments_to_parser(self, parser: Any) -> None:
-            parser.add_argument("--ckpt_path", type=str | None, default=None, help="resume from here")
-
-        def parse_arguments(self, parser: Any, args: Any) -> None:
-            self.config = parser.parse_args(args)  # Lightning's own warns of arguments that are not sys.argv
-
-    logging.disable(logging.INFO)  # Lightning's greetings: an error of the recipe stands alone
-    try:
-        cli = FitCLI(
-            args=argv,
-            run=False,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            save_config_kwargs={"overwrite": True},  # a resume into the same folder is no mistake
-            parser_kwargs={"prog": "stabilitykit fit", "exit_on_error": False},
-        )
-    except (MisconfigurationException, RuntimeError) as problem:  # e.g. two callbacks of one class
-        raise ValueError(one_line(problem)) from problem
-    finally:
-        logging.disable(logging.NOTSET)
-    _drop_wandb_without_login(cli.trainer)
-    started = cli.trainer.global_step
-    try:
-        cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.config.ckpt_path)
-    except MisconfigurationException as problem:
-        raise ValueError(one_line(problem)) from problem
-    except ValueError:
-        if cli.trainer.global_step == started:
-            raise
-        # Training was under way: the place it failed at is what the user needs.
-        traceback.print_exc()
-        return 1
-    finally:
-        _close(cli.trainer)
-    return 0
-
-
-def _drop_wandb_without_login(trainer: Any) -> None:
-    for logger in list(trainer.loggers):
-        if type(logger).__name__ == "WandbLogger":
-            try:
-                logger.experiment  # noqa: B018  starts the run
-            except Exception as problem:  # whatever a view raises, the run it shows must not die of it
-                trainer.loggers = [other for other in trainer.loggers if other is not logger]
-                print(
-                    f"stabilitykit: training goes on without W&B: {one_line(problem)} (without an account: "
-                    "--trainer.logger.init_args.offline=true)",
-                    file=sys.stderr,
-                )
-
-
-def _close(trainer: Any) -> None:
-    from stabilitykit.callbacks.monitor import Monitor
-    from stabilitykit.report.page import text_report, write_report
-
-    monitors = [callback for callback in trainer.callbacks if isinstance(callback, Monitor)]
-    if not trainer.is_global_zero:
-        return
-    if not monitors:
-        print("stabilitykit: this run has no monitor, nothing was watched (see monitors() in README.md)")
-        return
-    folder = monitors[0].run.folder if hasattr(monitors[0], "run") else None
-    if folder is None or not (folder / "records.jsonl").is_file():
-        return
-    try:
-        path = write_report(folder)
-        print(f"\n{text_report(folder)}\n\nreport: {path.resolve()}")
-    except (OSError, ValueError) as problem:
-        print(f"stabilitykit: no report: {one_line(problem)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -58,3 +58,12 @@ def spell(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [spell(item) for item in value]
     return value
+
+
+def one_line(problem: BaseException) -> str:
+    r"""The message with its line breaks folded.
+
+    >>> one_line(ValueError("expected a,\n   got b"))
+    'expected a, got b'
+    """
+    return " ".join(str(problem).split()) or type(problem).__name__

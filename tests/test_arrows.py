@@ -32,11 +32,12 @@ ARROWS: dict[str, set[str]] = {
     "faults": {"numerics", "observe"},
     "studies": EVERYTHING_ABOVE,
     "bench": EVERYTHING_ABOVE,
-    "cli": {*EVERYTHING_ABOVE, "studies", "bench"},
-    "__init__": {*EVERYTHING_ABOVE, "studies", "bench", "cli"},
+    "fit": EVERYTHING_ABOVE,
+    "cli": {*EVERYTHING_ABOVE, "studies", "bench", "fit"},
+    "__init__": {*EVERYTHING_ABOVE, "studies", "bench", "fit", "cli"},
 }
 TRAINER = ("pytorch_lightning", "lightning")
-TRAINER_HOMES = ("callbacks/", "gpt/module.py", "faults.py", "studies/", "bench/", "cli.py")
+TRAINER_HOMES = ("callbacks/", "gpt/module.py", "faults.py", "studies/", "bench/", "fit.py")
 TORCHLESS = (
     "records.py",
     "runlog.py",

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from stabilitykit.cli import main, one_line
-from stabilitykit.records import Record
+from stabilitykit.cli import main
+from stabilitykit.records import Record, one_line
 from stabilitykit.runlog import RunLog
 
 ROOT = Path(__file__).parents[1]
