@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stabilitykit.numerics.deviation import deviation, perturb
 from stabilitykit.numerics.exact import attention_rows, exact_attention_grad, plain_attention
+from stabilitykit.observe.exactly import exact_options, part_of
 from stabilitykit.observe.tap import AttentionCall
 
 LOW_IS_BAD = ("entropy",)
@@ -73,7 +74,7 @@ def _some(draw: random.Random, have: int, want: int) -> list[int]:
 
 def unmeasurable(call: AttentionCall) -> str | None:
     """Why a call cannot be compared with exact attention, None when it can."""
-    if call.kwargs["dropout_p"] > 0:
+    if call.kwargs["dropout_p"] > 0 and "dropout_mask" not in call.kwargs:
         return f"dropout {call.kwargs['dropout_p']:g} in the kernel, its mask is not known"
     if call.q.dim() != 4:
         return f"expected q of shape [b, h, q, d], got {tuple(call.q.shape)}"
@@ -135,11 +136,7 @@ class _Part:
     def __init__(self, call: AttentionCall, sample: Sample, dtype: torch.dtype):
         self.call, self.sample, self.dtype = call, sample, dtype
         self.group = call.q.shape[1] // call.k.shape[1]
-        self.options: dict[str, Any] = {
-            "causal": call.kwargs["is_causal"],
-            "scale": call.kwargs["scale"],
-            "mask": self._mask(),
-        }
+        self.options = part_of(exact_options(call.kwargs), sequences=sample.sequences)
         device = call.q.device
         self.rows = torch.tensor(sample.rows, device=device)
         self.generator = torch.Generator(device).manual_seed(sample.seed)
@@ -148,12 +145,6 @@ class _Part:
 
     def _sequences(self, tensor: Tensor) -> Tensor:
         return tensor[self.sample.sequences]
-
-    def _mask(self) -> Tensor | None:
-        mask: Tensor | None = self.call.kwargs["attn_mask"]
-        if mask is not None and mask.dim() == 4 and mask.shape[0] > 1:
-            return self._sequences(mask)
-        return mask
 
     def _compare(self, fast: Tensor, exact: Tensor, low: Tensor, moved: Tensor) -> dict[str, float]:
         return deviation(fast, exact, low, moved, dtype=self.call.q.dtype)
@@ -204,7 +195,7 @@ class _Part:
         keys = slice(key_head, key_head + 1)
         q, k, v = self.q[:, queries], self.k[:, keys], self.v[:, keys]
         moved_in = (self.moved[0][:, queries], self.moved[1][:, keys], self.moved[2][:, keys])
-        where = {**self.options, "mask": _mask_heads(self.options["mask"], queries)}
+        where = part_of(self.options, heads=queries)
         grad_out = self._sequences(call.grad_out)[:, queries]
         exact, low, moved = self._grads(where, q, k, v, moved_in, grad_out)
         dk, dv = self._sequences(call.dk)[:, keys], self._sequences(call.dv)[:, keys]
@@ -225,7 +216,8 @@ class _Part:
         2307.08691, Alg. 2): a change e of delta moves dq by -scale e (P k).
         """
         out = self.exact_out
-        keys = attention_rows(self.q, self.k, self.k, dtype=self.dtype, **where).out
+        undropped = {**where, "dropout_mask": None, "dropout_p": 0.0}
+        keys = attention_rows(self.q, self.k, self.k, dtype=self.dtype, **undropped).out
         change = (grad_out.to(out.dtype) * (self._stored(out) - out)).sum(-1, keepdim=True)
         scale = self.options["scale"] or self.q.shape[-1] ** -0.5
         return -scale * change * keys
@@ -254,11 +246,6 @@ class _Part:
 
 def _unshared_nonfinite(numbers: dict[str, float]) -> float:
     return float(max(0, numbers["nonfinite_fast"] - numbers["nonfinite_exact"]))
-
-
-def _mask_heads(mask: Tensor | None, queries: slice) -> Tensor | None:
-    per_head = mask is not None and mask.dim() >= 3 and mask.shape[-3] > 1
-    return mask[..., queries, :, :] if mask is not None and per_head else mask
 
 
 def _join_grads(row: dict[str, Any]) -> None:

@@ -1,0 +1,88 @@
+"""Batched matrix products, however they are spelled, with a letter for each axis."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_LEAD = "abcdefghijklmnopqrstuvw"
+
+
+class Product(NamedTuple):
+    """`run(a, b)` makes of tensors with the axes `in_a` and `in_b` one with the axes `out`.
+
+    It is `alpha` times the product, plus `bias` if there is one.
+    """
+
+    a: Tensor
+    b: Tensor
+    in_a: str
+    in_b: str
+    out: str
+    run: Callable[[Tensor, Tensor], Tensor]
+    alpha: float = 1.0
+    bias: Tensor | None = None
+
+    @property
+    def summed(self) -> str:
+        """The axes that are summed over."""
+        return "".join(axis for axis in self.in_a if axis in self.in_b and axis not in self.out)
+
+
+def matmul(func: Any, args: Any, kwargs: Any) -> Product | None:
+    """What a call of matmul or bmm multiplies; None where it is no product of two activations."""
+    tensors = [*args, *(kwargs[name] for name in ("other", "mat2") if name in kwargs)]
+    if len(tensors) != 2 or "out" in kwargs or not _activations(*tensors):
+        return None
+    a, b = tensors
+    if a.dim() != b.dim() or a.dim() < 2:
+        return None
+    lead = _LEAD[: a.dim() - 2]
+    return Product(a, b, lead + "xy", lead + "yz", lead + "xz", func)
+
+
+def baddbmm(func: Any, args: Any, kwargs: Any) -> Product | None:
+    """What a call of baddbmm multiplies, scales and adds."""
+    tensors = [*args, *(kwargs[name] for name in ("batch1", "batch2") if name in kwargs)]
+    if len(tensors) != 3 or "out" in kwargs or not _activations(*tensors[1:]):
+        return None
+    bias, a, b = tensors
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    added = (bias if beta == 1 else bias * beta) if beta else None
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        return func(bias, a, b, beta=beta, alpha=alpha)
+
+    return Product(a, b, "axy", "ayz", "axz", run, alpha, added)
+
+
+def einsum(func: Any, args: Any, kwargs: Any) -> Product | None:
+    """What a call of einsum multiplies; None where it is not one product of two activations."""
+    equation, *tensors = args
+    if len(tensors) == 1 and isinstance(tensors[0], list | tuple):
+        tensors = list(tensors[0])
+    if len(tensors) != 2 or "->" not in equation or "." in equation or not _activations(*tensors):
+        return None
+    in_a, in_b, out = equation.replace(" ", "").replace("->", ",").split(",")
+    if any(len(set(axes)) < len(axes) for axes in (in_a, in_b, out)):
+        return None
+    return Product(tensors[0], tensors[1], in_a, in_b, out, lambda a, b: func(equation, a, b))
+
+
+def arranged(tensor: Tensor, have: str, want: str) -> Tensor:
+    """The tensor with its axes in the order of `want`; those it lacks have size 1.
+
+    >>> arranged(torch.zeros(2, 3, 5), "bnh", "bhgn").shape
+    torch.Size([2, 5, 1, 3])
+    """
+    tensor = tensor.permute([have.index(axis) for axis in want if axis in have])
+    for position, axis in enumerate(want):
+        if axis not in have:
+            tensor = tensor.unsqueeze(position)
+    return tensor
+
+
+def _activations(*tensors: Tensor) -> bool:
+    weight = torch.nn.Parameter
+    return not any(isinstance(tensor, weight) or isinstance(tensor._base, weight) for tensor in tensors)
