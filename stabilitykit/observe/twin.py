@@ -14,6 +14,9 @@ from torch.utils._pytree import tree_map
 
 from stabilitykit.observe.apart import autocast, seed_streams, streams_kept, unseen
 from stabilitykit.observe.arm import Arm
+from stabilitykit.observe.replacement import replacement
+from stabilitykit.observe.tap import Tap
+from stabilitykit.observe.update import ArmedStep, learning_rates, refuse_lacking
 
 _INTERNAL = frozenset(vars(nn.Module()))  # what every module has; all else in it is its author's
 
@@ -31,12 +34,14 @@ class Twin:
         module: the module of the run.
         optimizers: those of the run; copied with their state, without hooks.
         arm: what differs, an `Arm` or its text.
-        scaler: the run's GradScaler; copied, for arms that leave its precision alone.
+        scaler: the run's GradScaler; copied, for arms that leave its precision alone or scale as well.
         seed: of the jitter's directions.
+        at: 0-based index of the optimizer step that comes first, for arms that skip some.
 
     Raises:
-        ValueError: an arm that does not parse; an optimizer that steps by a closure; and from any pass,
-            a parameter of the run that the pass changed, for the module holds a reference to it.
+        ValueError: an arm that does not parse, or that changes what no optimizer has; an optimizer that
+            steps by a closure; parameters sharded over ranks; and from any pass, a parameter of the run
+            that the pass changed, for the module holds a reference to it, or no attention to replace.
     """
 
     def __init__(
@@ -47,9 +52,14 @@ class Twin:
         *,
         scaler: Any = None,
         seed: int = 0,
+        at: int = 0,
     ):
         self.arm = Arm.parse(arm) if isinstance(arm, str) else arm
+        self.at = at
+        self.unreplaced: dict[str, str] = {}  # by module: why an arm's attention is not in its place
         self._module = module
+        refuse_sharded(module)
+        refuse_lacking(self.arm, optimizers, scaled=scaler is not None)
         self._mains = dict(module.named_parameters())
         generators = {p.device: torch.Generator(p.device).manual_seed(seed) for p in module.parameters()}
         self._params = {id(p): self._parameter(p, generators[p.device]) for p in self._mains.values()}
@@ -58,10 +68,12 @@ class Twin:
             for name, child in module.named_modules()
         }
         self._main_optimizers = list(optimizers)
-        self.optimizers = [self._optimizer(optimizer) for optimizer in optimizers]
-        same_precision = self.arm.dtype is None and self.arm.autocast is None
-        self.scaler = copy.deepcopy(scaler) if same_precision else None
+        self._held = [learning_rates(optimizer) for optimizer in optimizers]
+        self.optimizers = [self._optimizer(o, held) for o, held in zip(optimizers, self._held, strict=True)]
         self._devices = {p.device for p in self._mains.values()}
+        self.scaler = self._scaler(scaler)
+        attention = self.arm.attention
+        self._attention = None if attention is None else replacement(attention)
         self._passes = 0
 
     # A training step.
@@ -90,11 +102,13 @@ class Twin:
         `apply` replaces the plain step (unscale, step, zero_grad); it may clip, and runs under the swap.
         """
         self.follow()
-        with self._guarded():
-            for optimizer in self.optimizers:
-                (apply or self._step)(optimizer)
-            if apply is None and self.scaler is not None:
-                self.scaler.update()
+        if not self.arm.skips(self.at):
+            with self._guarded():
+                for optimizer in self.optimizers:
+                    (apply or self._step)(optimizer)
+                if apply is None and self.scaler is not None:
+                    self.scaler.update()
+        self.at += 1
 
     def follow(self) -> None:
         """Learning rates and every other setting of the parameter groups become those of the run."""
@@ -141,6 +155,8 @@ class Twin:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "passes": self._passes,
+            "at": self.at,
+            "held": self._held,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -155,7 +171,9 @@ class Twin:
             optimizer.load_state_dict(saved)
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-        self._passes = state["passes"]
+        self._passes, self.at = state["passes"], state["at"]
+        for own, saved in zip(self._held, state["held"], strict=True):
+            own[:] = saved
 
     # The twin's tensors in the run's module.
 
@@ -226,7 +244,14 @@ class Twin:
             twin.register_hook(hook)
         return twin
 
-    def _optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def _scaler(self, main: Any) -> Any:
+        if self.arm.scaled is False:
+            return None
+        if main is not None or not self.arm.scaled:
+            return copy.deepcopy(main)
+        return torch.amp.GradScaler(next(iter(self._devices)).type)
+
+    def _optimizer(self, optimizer: Optimizer, held: list[Any]) -> Optimizer:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("expected optimizers that step without a closure, got LBFGS")
         # Hooks, and the `step` that a scheduler patches into the instance, belong to the run; what
@@ -239,6 +264,8 @@ class Twin:
             # The count of steps keeps its format, as in Optimizer.load_state_dict.
             tensors = {k: v for k, v in state.items() if k != "step" and isinstance(v, Tensor)}
             state.update({k: self.arm.cast(v) for k, v in tensors.items()})
+        if self.arm.steps_otherwise:
+            vars(twin)["step"] = ArmedStep(self.arm, twin, held)
         return twin
 
     # The surroundings of a pass.
@@ -254,6 +281,23 @@ class Twin:
                     f"twin {self.arm.text!r} changed parameter {name!r} of the run (or its gradient): the "
                     "module keeps a raw reference to it outside its parameters; look it up by attribute"
                 )
+
+    @contextmanager
+    def _attending(self) -> Iterator[None]:
+        """The arm's attention in place of the module's, and what is compiled run as written."""
+        with ExitStack() as stack:
+            if self.arm.eager and "torch._dynamo" in sys.modules:  # else nothing is compiled
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if self._attention is None:
+                yield
+                return
+            calls = Counter()
+            tap = stack.enter_context(Tap(self._module, replace=partial(_counted, calls, self._attention)))
+            yield
+            self.unreplaced = tap.unseen
+        if not calls:
+            told = "; ".join(f"{name}: {why}" for name, why in self.unreplaced.items()) or "saw none"
+            raise ValueError(f"twin {self.arm.text!r}: expected attention to replace in its pass: {told}")
 
     def _seed(self) -> None:
         # Each pass has its own stream, or every step would draw one and the same dropout mask.
@@ -280,6 +324,21 @@ class Twin:
         else:
             self.scaler.step(optimizer)
         optimizer.zero_grad()
+
+
+def refuse_sharded(module: nn.Module, where: str = "twin") -> None:
+    """ValueError where parameters are spread over ranks: a twin would silently use the run's own."""
+    spread = [name for name, p in module.named_parameters() if isinstance(p, DTensor)]
+    if spread:
+        raise ValueError(
+            f"{where}: expected whole parameters on every rank, got {spread[0]!r} sharded; save checkpoints "
+            "of two runs and compare them with `stabilitykit compare A B`"
+        )
+
+
+def _counted(calls: Counter[str], attention: Attention, *args: Any, **kwargs: Any) -> Tensor:
+    calls["replaced"] += 1
+    return attention(*args, **kwargs)
 
 
 def _holdings(child: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
