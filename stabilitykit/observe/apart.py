@@ -1,7 +1,9 @@
 """Keeps a twin's pass apart from the run: its random streams, its autocast, the taps that watch it."""
 
+import copy
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -30,6 +32,34 @@ def seed_streams(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed)
+
+
+def copied(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """A copy of the containers that a pass could change, with `leaf` of what they hold."""
+    if isinstance(value, dict):
+        own = copy.copy(value)
+        own.update({key: copied(item, leaf) for key, item in value.items()})
+        return own
+    if isinstance(value, list | deque):
+        own = copy.copy(value)
+        for index, item in enumerate(value):
+            own[index] = copied(item, leaf)
+        return own
+    if type(value) is tuple:
+        return tuple(copied(item, leaf) for item in value)
+    if isinstance(value, set):
+        return copy.copy(value)
+    return leaf(value)
+
+
+def mute(module: Any) -> None:
+    """A LightningModule logs nothing till its attributes are put back: these numbers are not the run's."""
+    if hasattr(module, "log") and hasattr(module, "log_dict"):
+        vars(module).update(log=_muted, log_dict=_muted)
+
+
+def _muted(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 @contextmanager

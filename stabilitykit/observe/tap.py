@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from stabilitykit.observe import eager, flash, sdpa
+from stabilitykit.observe import eager, flash, flex, sdpa
 from stabilitykit.observe.calls import AttentionCall, Calls
 from stabilitykit.observe.chain import strayed
 
@@ -19,7 +19,9 @@ __all__ = ["AttentionCall", "Tap"]
 
 _Handler = Callable[[Calls, Any, Any, Any], Any]
 _HANDLERS: dict[Any, _Handler] = {**sdpa.HANDLERS, **eager.HANDLERS}
-_OPS: dict[str, _Handler] = {**flash.HANDLERS}  # by name: their libraries may be imported later
+# By name: their libraries may be imported later.
+_OPS: dict[str, _Handler] = {**flash.HANDLERS, **flex.HANDLERS}
+_COMPILING = {"torch._dynamo", "torch.nn.attention.flex_attention"}
 _BACKWARD = (torch.autograd.backward, torch.autograd.grad)
 
 
@@ -66,7 +68,7 @@ class Tap(TorchFunctionMode):
                 post = child.register_forward_hook(self._leave_module, always_call=True)
                 self._resources.callback(pre.remove)
                 self._resources.callback(post.remove)
-            if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
+            if sys.modules.keys() & _COMPILING:  # else nothing is compiled, and the import takes seconds
                 self._resources.enter_context(torch.compiler.set_stance("force_eager"))
         return self
 

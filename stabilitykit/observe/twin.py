@@ -2,7 +2,6 @@
 
 import copy
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from stabilitykit.observe.apart import autocast, seed_streams, streams_kept, unseen
+from stabilitykit.observe.apart import autocast, copied, mute, seed_streams, streams_kept, unseen
 from stabilitykit.observe.arm import Arm
 from stabilitykit.observe.replacement import replacement
 from stabilitykit.observe.tap import Tap
@@ -184,8 +183,7 @@ class Twin:
             for name, child in self._module.named_modules():
                 undo.callback(self._restore, name, child, *(dict(d) for d in _holdings(child)))
                 self._swap(name, child)
-            if hasattr(self._module, "log") and hasattr(self._module, "log_dict"):
-                vars(self._module).update(log=_muted, log_dict=_muted)
+            mute(self._module)
             yield
 
     def _swap(self, name: str, child: nn.Module) -> None:
@@ -213,26 +211,16 @@ class Twin:
             now.update(before)
 
     def _own(self, value: Any) -> Any:
-        # Copies what a pass could change: tensors, and containers down to them. Numbers need no copy,
-        # and other objects (a trainer, a tokenizer) are shared.
+        return copied(value, self._own_leaf)
+
+    def _own_leaf(self, value: Any) -> Any:
         if isinstance(value, nn.Parameter):
             return self._params.get(id(value), value)
         if isinstance(value, Tensor):
             return self.arm.cast(value.detach().clone())
         if isinstance(value, torch.dtype):
             return self.arm.dtype if self.arm.dtype and value.is_floating_point else value
-        if isinstance(value, dict):
-            own = copy.copy(value)
-            own.update({key: self._own(item) for key, item in value.items()})
-            return own
-        if isinstance(value, list | deque):
-            own = copy.copy(value)
-            for index, item in enumerate(value):
-                own[index] = self._own(item)
-            return own
-        if type(value) is tuple:
-            return tuple(map(self._own, value))
-        return copy.copy(value) if isinstance(value, set) else value
+        return value
 
     # What is copied of the run, once.
 
@@ -347,7 +335,3 @@ def _holdings(child: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[st
 
 def _mark(p: nn.Parameter) -> tuple[int, int, int]:
     return p._version, id(p.grad), -1 if p.grad is None else p.grad._version
-
-
-def _muted(*args: Any, **kwargs: Any) -> None:
-    """The twin's numbers are not the run's: nothing of a pass is logged."""

@@ -7,6 +7,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tiny
+from stabilitykit.numerics.exact import exact_attention, exact_attention_grad
+from stabilitykit.observe.exactly import exact_options
 from stabilitykit.observe.tap import Tap
 
 
@@ -182,3 +184,138 @@ def test_grouped_queries_keep_their_key_heads(heads):
         F.scaled_dot_product_attention(q, k, v, enable_gqa=True).sum().backward()
     assert calls[0].k.shape == calls[0].dk.shape == k.shape
     torch.testing.assert_close(calls[0].dk, k.grad)
+
+
+class Extension(torch.autograd.Function):
+    """Stands for a C++ extension: nothing of it is a torch function."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class OpaqueAttention(nn.Module):
+    def forward(self, x):
+        return Extension.apply(x)
+
+
+def test_attention_that_left_no_record_is_named():
+    model = nn.Sequential(OpaqueAttention(), nn.Sequential(tiny.Attention(16, 2, 0.0)), nn.ReLU())
+    tap = Tap(model)
+    with tap:
+        model(torch.randn(2, 4, 16)).sum().backward()
+    assert list(tap.unseen) == ["0"]
+    assert "OpaqueAttention ran and left no record" in tap.unseen["0"]
+
+
+def test_an_attention_op_that_is_not_known_is_named():
+    class Cross(nn.Module):
+        def forward(self, q):
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)[0]
+
+    model, calls = nn.Sequential(Cross()), []
+    tap = Tap(model, calls.append)
+    with tap:
+        model(torch.randn(1, 2, 4, 8))
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in tap.unseen["0"]
+    assert calls == []
+
+
+def test_what_dropout_kept_in_the_math_backend_is_known():
+    model, calls = nn.MultiheadAttention(16, 4, dropout=0.3, batch_first=True), []
+    x = torch.randn(2, 6, 16)
+    with Tap(model, calls.append):
+        model(x, x, x, need_weights=False)[0].sum().backward()
+    (call,) = calls
+    assert (call.backend, call.kwargs["dropout_p"]) == ("math", 0.3)
+    options = exact_options(call.kwargs)
+    exact = [exact_attention(call.q, call.k, call.v, **options)[0]]
+    exact += exact_attention_grad(call.q, call.k, call.v, call.grad_out, **options)
+    for seen, true in zip((call.out, call.dq, call.dk, call.dv), exact, strict=True):
+        assert (seen - true).norm() / true.norm() < 2e-6
+
+
+def test_a_tap_inside_a_tap_sees_the_same_and_neither_sees_the_other_measure():
+    model = tiny.Model()
+
+    def measure(seen):
+        def on_call(call):
+            seen.append(call)
+            (call.q @ call.k.mT).softmax(-1) @ call.v
+
+        return on_call
+
+    def train(*taps):
+        torch.manual_seed(5)
+        model.zero_grad()
+        with contextlib.ExitStack() as stack:
+            for tap in taps:
+                stack.enter_context(tap)
+            loss_of(model).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    outer, inner = [], []
+    plain, watched = train(), train(Tap(model, measure(outer)), Tap(model, measure(inner)))
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+    names = [[call.name for call in calls] for calls in (outer, inner)]
+    assert names == [["blocks.1", "blocks.0"]] * 2
+    assert all(torch.equal(a.dq, b.dq) for a, b in zip(outer, inner, strict=True))
+
+
+def test_a_module_moved_or_replaced_has_its_new_name_from_the_next_opening_on():
+    model, calls = tiny.Model(), []
+    tap = Tap(model, calls.append)
+    with tap:
+        loss_of(model).backward()
+        model.blocks[0] = tiny.Attention(16, 2, 0.0)  # in mid-step: nameless, but not lost
+        loss_of(model).backward()
+    model.blocks.append(model.blocks[1])
+    model.blocks[1] = tiny.Attention(16, 2, 0.0)
+    with tap:
+        loss_of(model).backward()
+    first, second, third = calls[:2], calls[2:4], calls[4:]
+    assert sorted(call.name for call in first) == ["blocks.0", "blocks.1"]
+    assert sorted(call.name for call in second) == ["", "blocks.1#1"]
+    assert sorted(call.name for call in third) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+@pytest.mark.parametrize("kind", ["module", "in place"])
+def test_a_hook_after_compilation_would_miss_what_the_tap_sees(kind):
+    model, fired, calls = tiny.Model(dropout=0.0), [], []
+    if kind == "module":
+        net = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+        net = model
+    loss_of(net)
+    model.blocks[0].register_forward_hook(lambda *_: fired.append(1))
+    loss_of(net)
+    assert fired == []
+    with Tap(net, calls.append):
+        loss_of(net).backward()
+    assert [call.name.removeprefix("_orig_mod.") for call in calls] == ["blocks.1", "blocks.0"]
+
+
+def test_accumulation_names_the_passes_of_one_opening_apart():
+    model, calls = tiny.Model(), []
+    with Tap(model, calls.append):
+        for index in range(3):
+            (loss_of(model, index) / 3).backward()
+    assert [call.name for call in calls[::2]] == ["blocks.1", "blocks.1#1", "blocks.1#2"]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_shared_module_recomputed_keeps_the_names_of_its_first_pass(reentrant):
+    block, calls = tiny.Attention(16, 2, 0.0), []
+    model = nn.Sequential(block)
+    x = torch.randn(2, 4, 16, requires_grad=True)
+    with Tap(model, calls.append):
+        y = checkpoint(model, x, use_reentrant=reentrant)
+        checkpoint(model, y * 2, use_reentrant=reentrant).sum().backward()
+    assert [call.name for call in calls] == ["0#1", "0"]
+    first = block.qkv(x).view(2, 4, 3, 2, 8).permute(2, 0, 3, 1, 4)[0]
+    assert torch.equal(calls[1].q, first)
