@@ -122,7 +122,9 @@ def _bare(**settings: Any) -> _Read:
     return read
 
 
-def _number(field: str, what: str, fits: Callable[[float], bool], kind: Callable[[str], Any] = float) -> _Read:
+def _number(
+    field: str, what: str, fits: Callable[[float], bool], kind: Callable[[str], Any] = float
+) -> _Read:
     def read(word: str, value: str) -> dict[str, Any]:
         try:
             number = kind(value)

@@ -1,22 +1,24 @@
-"""Attention by name: kernels, the emulator with its settings, or a user's function, for `Tap(replace=...)`."""
+"""Attention by name: kernels, the emulator with its settings, a user's function; for `Tap(replace=...)`."""
 
 import importlib
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stabilitykit.numerics.emulated import emulated_attention, emulated_flash_attention
 from stabilitykit.numerics.exact import plain_attention
 from stabilitykit.observe.exactly import attend_exactly, drawn_options
+from stabilitykit.observe.tap import Tap
 
 Attention = Callable[..., Tensor]
 
@@ -48,6 +50,35 @@ def replacement(text: str) -> Attention:
     if ":" in text:
         return partial(_own, text, loaded(text))
     raise ValueError(f"expected attention={_FORMS}, got attention={text}")
+
+
+@contextmanager
+def attending(module: nn.Module, attention: Attention | None, arm: str) -> Iterator[dict[str, str]]:
+    """While open, `attention` is in the place of the module's own, and what is compiled runs as written.
+
+    Comes with the calls that kept theirs, by module, and why: complete when it is closed. None changes
+    nothing.
+
+    Raises:
+        ValueError: at its end, no attention was seen; it names `arm`.
+    """
+    unreplaced: dict[str, str] = {}
+    if attention is None:
+        yield unreplaced
+        return
+    calls = 0
+
+    def replace(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return attention(*args, **kwargs)
+
+    with Tap(module, replace=replace) as tap:
+        yield unreplaced
+    unreplaced.update(tap.unseen)
+    if not calls:
+        told = "; ".join(f"{name}: {why}" for name, why in unreplaced.items()) or "saw none"
+        raise ValueError(f"arm {arm!r}: expected attention that it can replace, {told}")
 
 
 def loaded(spec: str, what: str = "attention=") -> Callable[..., Any]:

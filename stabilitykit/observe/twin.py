@@ -11,11 +11,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from stabilitykit.observe.apart import autocast, copied, mute, seed_streams, streams_kept, unseen
+from stabilitykit.observe.apart import (
+    as_written,
+    autocast,
+    copied,
+    mute,
+    precision,
+    seed_streams,
+    sharded,
+    streams_kept,
+    unseen,
+)
 from stabilitykit.observe.arm import Arm
-from stabilitykit.observe.replacement import replacement
-from stabilitykit.observe.tap import Tap
-from stabilitykit.observe.update import ArmedStep, learning_rates, refuse_lacking
+from stabilitykit.observe.replacement import attending, replacement
+from stabilitykit.observe.update import forked, learning_rates, own_scaler, refuse_lacking
 
 _INTERNAL = frozenset(vars(nn.Module()))  # what every module has; all else in it is its author's
 
@@ -57,7 +66,11 @@ class Twin:
         self.at = at
         self.unreplaced: dict[str, str] = {}  # by module: why an arm's attention is not in its place
         self._module = module
-        refuse_sharded(module)
+        if spread := sharded(module):
+            raise ValueError(
+                f"twin {self.arm.text!r}: expected whole parameters on every rank, got {spread[0]!r} "
+                "sharded; save checkpoints of two runs and compare them with `stabilitykit compare A B`"
+            )
         refuse_lacking(self.arm, optimizers, scaled=scaler is not None)
         self._mains = dict(module.named_parameters())
         generators = {p.device: torch.Generator(p.device).manual_seed(seed) for p in module.parameters()}
@@ -68,11 +81,13 @@ class Twin:
         }
         self._main_optimizers = list(optimizers)
         self._held = [learning_rates(optimizer) for optimizer in optimizers]
-        self.optimizers = [self._optimizer(o, held) for o, held in zip(optimizers, self._held, strict=True)]
+        memo: dict[int, Any] = {id(p): self._params[id(p)] for p in self._mains.values()}
+        self.optimizers = [
+            forked(o, memo, self.arm, held) for o, held in zip(optimizers, self._held, strict=True)
+        ]
         self._devices = {p.device for p in self._mains.values()}
-        self.scaler = self._scaler(scaler)
-        attention = self.arm.attention
-        self._attention = None if attention is None else replacement(attention)
+        self.scaler = own_scaler(self.arm, scaler, next(iter(self._devices)))
+        self._attention = None if self.arm.attention is None else replacement(self.arm.attention)
         self._passes = 0
 
     # A training step.
@@ -83,11 +98,15 @@ class Twin:
         """The twin's loss, detached; its gradients are added to those it has.
 
         Both callables run with the twin's tensors in the module, the random stream where the run's is
-        (or at the arm's seed), no open `Tap` watching; `loss_fn` in the arm's precision.
+        (or at the arm's seed), no open `Tap` watching; `loss_fn` in the arm's precision. In a step that
+        the arm skips they do not run, and the loss is None.
         """
-        with self._guarded():
+        if self.arm.skips(self.at):
+            return None
+        attention = attending(self._module, self._attention, self.arm.text)
+        with self._guarded(), as_written(self.arm.eager), attention as self.unreplaced:
             self._seed()
-            with self._precision():
+            with precision(self._devices, self.arm.autocast, self.arm.dtype):
                 loss = loss_fn()
             if loss is not None:
                 with autocast(self._devices, False):
@@ -232,30 +251,6 @@ class Twin:
             twin.register_hook(hook)
         return twin
 
-    def _scaler(self, main: Any) -> Any:
-        if self.arm.scaled is False:
-            return None
-        if main is not None or not self.arm.scaled:
-            return copy.deepcopy(main)
-        return torch.amp.GradScaler(next(iter(self._devices)).type)
-
-    def _optimizer(self, optimizer: Optimizer, held: list[Any]) -> Optimizer:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("expected optimizers that step without a closure, got LBFGS")
-        # Hooks, and the `step` that a scheduler patches into the instance, belong to the run; what
-        # subclasses add stays (copy.deepcopy of an Optimizer would drop that too).
-        kept = {k: v for k, v in vars(optimizer).items() if k != "step" and not k.endswith("_hooks")}
-        memo: dict[int, Any] = {id(p): self._params[id(p)] for p in self._mains.values()}
-        twin = object.__new__(type(optimizer))
-        twin.__setstate__(copy.deepcopy(kept, memo))
-        for state in twin.state.values():
-            # The count of steps keeps its format, as in Optimizer.load_state_dict.
-            tensors = {k: v for k, v in state.items() if k != "step" and isinstance(v, Tensor)}
-            state.update({k: self.arm.cast(v) for k, v in tensors.items()})
-        if self.arm.steps_otherwise:
-            vars(twin)["step"] = ArmedStep(self.arm, twin, held)
-        return twin
-
     # The surroundings of a pass.
 
     @contextmanager
@@ -270,38 +265,10 @@ class Twin:
                     "module keeps a raw reference to it outside its parameters; look it up by attribute"
                 )
 
-    @contextmanager
-    def _attending(self) -> Iterator[None]:
-        """The arm's attention in place of the module's, and what is compiled run as written."""
-        with ExitStack() as stack:
-            if self.arm.eager and "torch._dynamo" in sys.modules:  # else nothing is compiled
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            if self._attention is None:
-                yield
-                return
-            calls = Counter()
-            tap = stack.enter_context(Tap(self._module, replace=partial(_counted, calls, self._attention)))
-            yield
-            self.unreplaced = tap.unseen
-        if not calls:
-            told = "; ".join(f"{name}: {why}" for name, why in self.unreplaced.items()) or "saw none"
-            raise ValueError(f"twin {self.arm.text!r}: expected attention to replace in its pass: {told}")
-
     def _seed(self) -> None:
         # Each pass has its own stream, or every step would draw one and the same dropout mask.
         if self.arm.seed is not None:
             seed_streams(zlib.crc32(f"{self.arm.seed}/{self._passes}".encode()))
-
-    @contextmanager
-    def _precision(self) -> Iterator[None]:
-        default = torch.get_default_dtype()
-        with ExitStack() as stack:
-            if self.arm.autocast is not None:
-                stack.enter_context(autocast(self._devices, self.arm.autocast))
-            if self.arm.dtype is not None:
-                stack.callback(torch.set_default_dtype, default)
-                torch.set_default_dtype(self.arm.dtype)
-            yield
 
     def _backward(self, loss: Tensor) -> None:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
@@ -312,21 +279,6 @@ class Twin:
         else:
             self.scaler.step(optimizer)
         optimizer.zero_grad()
-
-
-def refuse_sharded(module: nn.Module, where: str = "twin") -> None:
-    """ValueError where parameters are spread over ranks: a twin would silently use the run's own."""
-    spread = [name for name, p in module.named_parameters() if isinstance(p, DTensor)]
-    if spread:
-        raise ValueError(
-            f"{where}: expected whole parameters on every rank, got {spread[0]!r} sharded; save checkpoints "
-            "of two runs and compare them with `stabilitykit compare A B`"
-        )
-
-
-def _counted(calls: Counter[str], attention: Attention, *args: Any, **kwargs: Any) -> Tensor:
-    calls["replaced"] += 1
-    return attention(*args, **kwargs)
 
 
 def _holdings(child: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -1,5 +1,6 @@
-"""The optimizer steps of a twin whose arm changes them: learning rate, clipping, beta2, and what they need."""
+"""The optimizers of a twin: copied, and stepped with the arm's learning rates, clipping and beta2."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +32,37 @@ def learning_rates(optimizer: Optimizer) -> list[Any]:
     """Those of its groups, copied: a schedule may change a tensor in place."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+
+
+def forked(optimizer: Optimizer, memo: dict[int, Any], arm: Arm, held: list[Any]) -> Optimizer:
+    """A copy with its state in the arm's format; `memo` has the parameters that take the place of others.
+
+    Raises:
+        ValueError: an optimizer that steps by a closure.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("expected optimizers that step without a closure, got LBFGS")
+    # Hooks, and the `step` that a scheduler patches into the instance, belong to the run; what
+    # subclasses add stays (copy.deepcopy of an Optimizer would drop that too).
+    kept = {k: v for k, v in vars(optimizer).items() if k != "step" and not k.endswith("_hooks")}
+    own = object.__new__(type(optimizer))
+    own.__setstate__(copy.deepcopy(kept, dict(memo)))
+    for state in own.state.values():
+        # The count of steps keeps its format, as in Optimizer.load_state_dict.
+        tensors = {k: v for k, v in state.items() if k != "step" and isinstance(v, Tensor)}
+        state.update({k: arm.cast(v) for k, v in tensors.items()})
+    if arm.steps_otherwise:
+        vars(own)["step"] = ArmedStep(arm, own, held)
+    return own
+
+
+def own_scaler(arm: Arm, main: Any, device: torch.device) -> Any:
+    """A twin's GradScaler: that of the run once more, a fresh one, or none."""
+    if arm.scaled is False:
+        return None
+    if arm.scaled and main is None:
+        return torch.amp.GradScaler(device.type)
+    return copy.deepcopy(main)
 
 
 class ArmedStep:

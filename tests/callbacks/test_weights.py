@@ -491,7 +491,7 @@ def test_an_error_in_a_twin_names_it_and_leaves_the_module_whole(tmp_path):
         ({"max_gib": 0}, "expected max_gib > 0, got 0"),
         ({"arms": []}, "expected a list of at least one arm"),
         ({"arms": "float32"}, "expected a list of at least one arm, got 'float32'"),
-        ({"arms": ["float16"]}, r"expected an arm \(same, float32, .*got 'float16'"),
+        ({"arms": ["float8"]}, r"expected an arm \(same, float32, .*got 'float8'"),
         ({"arms": ["jitter=0"]}, "jitter factor"),
         ({"arms": ["jitter=2"]}, "jitter factor"),
         ({"arms": ["float32", "float32"]}, "expected arms that differ"),

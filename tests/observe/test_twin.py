@@ -382,7 +382,7 @@ def test_state_is_taken_up_bit_for_bit(text):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("float16", r"expected an arm \(same, float32, float64, bfloat16, jitter, .*got 'float16'"),
+        ("float8", r"expected an arm \(same, float32, float64, bfloat16, float16, .*got 'float8'"),
         ("", "expected an arm .*got ''"),
         ("same+jitter", "expected an arm .*got 'same\\+jitter'"),
         ("float32=2", "got 'float32=2'"),
