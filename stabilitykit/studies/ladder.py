@@ -1,4 +1,4 @@
-"""The ladder of arXiv 2405.02803: runs of one tiny GPT from identical starts that differ in one respect each."""
+"""The ladder of arXiv 2405.02803: runs of a tiny GPT from identical starts that differ in one respect each."""
 
 import math
 import statistics
@@ -15,7 +15,7 @@ from stabilitykit.observe.twin import Twin
 
 Row = dict[str, Any]
 
-VOCABULARY, CONTEXT, BATCH = 64, 64, 8
+VOCABULARY, CONTEXT, BATCH = 64, 128, 8
 CONFIG = GPTConfig(vocab_size=VOCABULARY, context=CONTEXT, layers=2, heads=4, width=64)
 LEARNING_RATE = 1e-3
 PARTS = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0)  # of the steps: where distances are measured
@@ -27,7 +27,7 @@ RUNGS: dict[str, tuple[str, str]] = {
     "same": (BASE, BASE),
     **{f"jitter {place}": (f"{BASE}+jitter", BASE) for place in range(JITTERS)},
     "flash": ("bfloat16+attention=flash", BASE),
-    "flash, 16-bit state": ("bfloat16+attention=emulated(variant=fa1,state_dtype=bfloat16,tile_k=16)", BASE),
+    "flash, 16-bit state": ("bfloat16+attention=emulated(variant=fa1,state_dtype=bfloat16,tile_k=32)", BASE),
     "bfloat16": (BASE, FULL),
     "float16, scaled": (f"float16+{BASELINE}", FULL),
     "float16, unscaled": (f"float16=unscaled+{BASELINE}", FULL),
@@ -36,7 +36,7 @@ OTHER = "other initialisation"
 
 
 def baseline(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
-    """Causal softmax attention [b, h, n, d], scores and P rounded to the inputs' format: the paper's baseline.
+    """Causal softmax attention [b, h, n, d], scores and P rounded to the inputs' format: the baseline.
 
     Products of two 16-bit numbers are exact in float32, where they are added up: a CPU without 16-bit
     products is fast at these, and rounds alike.
@@ -61,8 +61,13 @@ def ladder(
     Raises:
         ValueError: an arm that does not parse, or that adds what the baseline already has.
     """
-    own = {text: (beside_baseline(text), BASE) for text in arms}
+    own = {arm_rung(text): (beside_baseline(text), BASE) for text in arms}
     return [row for seed in seeds for row in _climb(seed, steps, {**rungs, **own})]
+
+
+def arm_rung(text: str) -> str:
+    """The rung of a user's arm."""
+    return f"arm {text}"
 
 
 def beside_baseline(text: str) -> str:
@@ -82,8 +87,11 @@ def beside_baseline(text: str) -> str:
 def _climb(seed: int, steps: int, rungs: dict[str, tuple[str, str]]) -> Iterator[Row]:
     draw, batches = _markov(seed), torch.Generator().manual_seed(seed)
     module = _model(seed)
-    runs = {name: _twin(module, text, place) for place, (name, (text, _)) in enumerate(rungs.items())}
-    references = {text: _twin(module, text, 0) for text in {of for _, of in rungs.values()}}
+    references = {text: _twin(module, text, 0) for text in dict.fromkeys(of for _, of in rungs.values())}
+    runs = {
+        name: references[text] if text != of and text in references else _twin(module, text, place)
+        for place, (name, (text, of)) in enumerate(rungs.items())
+    }
     other_module = _model(seed + 1_000_003)
     other = _twin(other_module, BASE, 0)
     measured = {round(part * steps) for part in PARTS}
@@ -95,7 +103,9 @@ def _climb(seed: int, steps: int, rungs: dict[str, tuple[str, str]]) -> Iterator
             yield _row(seed, OTHER, step, starts[BASE].distance(other.pairs()[1]))
         if step < steps:
             tokens = draw(batches)
-            for twin in (*runs.values(), *references.values()):
+            for twin in dict.fromkeys(
+                [*runs.values(), *references.values()]
+            ):  # the reference of one is a rung of another
                 _train(twin, module, tokens)
             _train(other, other_module, tokens)
 
@@ -121,7 +131,7 @@ def _train(twin: Twin, module: GPT, tokens: Tensor) -> None:
 
 
 def _markov(seed: int) -> Callable[[torch.Generator], Tensor]:
-    """Draws batches [BATCH, CONTEXT + 1] of a Markov chain, something that a tiny model learns in a few steps."""
+    """Draws batches [BATCH, CONTEXT + 1] of a Markov chain, which a tiny model learns in a few steps."""
     generator = torch.Generator().manual_seed(seed + 1)
     odds = (2 * torch.randn(VOCABULARY, VOCABULARY, generator=generator)).softmax(-1)
 
