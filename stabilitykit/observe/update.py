@@ -115,7 +115,8 @@ class ArmedStep:
                 continue
             for p in (p for p in group["params"] if p.grad is not None):
                 size = update_rms(p, group, self._optimizer.state[p])
-                yield {**group, "params": [p], "lr": group["lr"] / max(1.0, size)}
+                over = size if size > 1 + 1e-9 else 1.0  # at the first step it is 1, but for rounding
+                yield {**group, "params": [p], "lr": group["lr"] / over}
 
 
 def update_rms(p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> float:

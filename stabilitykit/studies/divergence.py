@@ -102,7 +102,7 @@ def words(summary: Sequence[Row], arms: Sequence[str]) -> str:
         f"{show(flash['rel_l2'])} from its baseline, {_floors(flash)}; another initialisation is at "
         f"{show(other['rel_l2'])}. Float16 is at W1 {show(unscaled['w1'])} from float32 without loss scaling "
         f"and at {show(scaled['w1'])} with it, flash at {show(flash['w1'])}: whether a kernel counts as "
-        "nearer than low precision depends on that recipe, which the published factor of 2 to 5 does not name.",
+        "nearer than low precision depends on the recipe, which the published factor of 2 to 5 leaves out.",
         "What can be concluded: rounding of any kind spreads through training, one ulp at the start no less "
         "than a kernel, so a distance means something only beside the floor of as many steps. A claim whose "
         "interval holds 1 is not decided by these seeds; it has not been refuted, and more seeds narrow it.",

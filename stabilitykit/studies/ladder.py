@@ -1,4 +1,4 @@
-"""The ladder of arXiv 2405.02803: runs of a tiny GPT from identical starts that differ in one respect each."""
+"""The ladder of arXiv 2405.02803: runs of a tiny GPT from identical starts, one difference each."""
 
 import math
 import statistics
