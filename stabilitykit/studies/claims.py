@@ -73,7 +73,7 @@ def comparison(text: str, source: str, ratios: Sequence[float], *, above: bool =
     middle, reach = statistics.mean(logs), math.inf
     if len(logs) > 1:
         reach = statistics.stdev(logs) / math.sqrt(len(logs)) * float(student.ppf(0.975, len(logs) - 1))
-    low, high = math.exp(middle - reach), math.exp(min(middle + reach, 700))
+    low, high = math.exp(middle - reach), math.exp(middle + reach) if middle + reach < 700 else math.inf
     holds = "indistinguishable" if low <= 1 <= high else (low > 1) == above
     return Claim(text, source, expected, math.exp(middle), (low, high), holds)
 
