@@ -6,6 +6,9 @@ READY := $(VENV)/.ready
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 export CHROMIUM
 
+# flash-attn without its CUDA kernel: its Python layer is what the tests watch. litgpt pins what it does not need.
+FLASH_ON_CPU := FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE
+
 .PHONY: demo test test-slow soak lint setup chromium
 
 setup: $(READY)
@@ -13,6 +16,7 @@ setup: $(READY)
 $(READY): pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[test,dev]'
+	$(FLASH_ON_CPU) $(BIN)/pip install --quiet --disable-pip-version-check -c .ci/constraints.txt --no-build-isolation --no-deps flash-attn litgpt
 	touch $@
 
 # The report's tests open a real browser; Debian's package serves when none is there.

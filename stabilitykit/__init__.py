@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from stabilitykit.observe.arm import Arm
     from stabilitykit.observe.tap import AttentionCall, Tap
     from stabilitykit.observe.twin import Twin
+    from stabilitykit.observe.watch import watch
+    from stabilitykit.parallel.layout import shard, unshard
+    from stabilitykit.parallel.ring import ring_attention
 
 _HOMES = {
     "Arm": "observe.arm",
@@ -29,7 +32,11 @@ _HOMES = {
     "exact_attention": "numerics.exact",
     "exact_attention_grad": "numerics.exact",
     "monitors": "callbacks",
+    "ring_attention": "parallel.ring",
+    "shard": "parallel.layout",
+    "unshard": "parallel.layout",
     "wasserstein": "numerics.wasserstein",
+    "watch": "observe.watch",
 }
 __all__ = [
     "Arm",
@@ -46,7 +53,11 @@ __all__ = [
     "exact_attention",
     "exact_attention_grad",
     "monitors",
+    "ring_attention",
+    "shard",
+    "unshard",
     "wasserstein",
+    "watch",
 ]
 __version__ = "0.1.0"
 

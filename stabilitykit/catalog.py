@@ -29,6 +29,7 @@ class Metric:
 # bfloat16 training of gpt-nano, all heads and rows, 6 steps from 0 to 59: worst 1.6.
 _ROUNDOFF = {"bfloat16": 3.0, "float16": 3.0, "float32": 200.0}
 _ROUNDOFF_SOURCE = "healthy controls over input scales; idea of TTrace, arXiv 2506.09280"
+_BIAS = {"any": 8.0}
 _FLASH_TESTS = "flash-attention tests: out within 2x, gradients within 3x of plain attention's error"
 
 METRICS: tuple[Metric, ...] = (
@@ -90,11 +91,40 @@ METRICS: tuple[Metric, ...] = (
         source="arXiv 2309.14322, Sec. 3.1",
     ),
     Metric(
+        "attention/logit_bound",
+        "",
+        "",
+        "largest |q| |k| scale over all heads and rows: no logit, measured or not, is above it",
+    ),
+    Metric(
         "attention/entropy",
         "share",
         "",
         "mean entropy of attention rows over the log of the keys they see; 0 is collapsed (worst: lowest)",
         source="arXiv 2303.06296",
+    ),
+    Metric(
+        "attention/repeated_max",
+        "share",
+        "",
+        "share of rows whose scores, in the kernel's format, have two or more equal maxima",
+        source="arXiv 2510.04212, Sec. 4",
+    ),
+    Metric(
+        "attention/probability_one",
+        "share",
+        "",
+        "share of rows in which one of several keys gets a probability that rounds to exactly 1",
+        source="arXiv 2510.04212, Sec. 4",
+    ),
+    Metric(
+        "attention/delta_bias",
+        "sigmas",
+        "high",
+        "running sum of delta = rowsum(dO O) by the stored output minus by the exact one, over its size "
+        "if it were random; stays near 0 without a bias, grows with one, to either side",
+        _BIAS,
+        "5 sigmas of a random walk, and room; mechanism of arXiv 2510.04212, Sec. 3",
     ),
     Metric(
         "attention/nonfinite",

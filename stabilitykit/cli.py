@@ -9,7 +9,8 @@ import sys
 import traceback
 import warnings
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ def main(argv: list[str] | None = None) -> int:
         "fit": fit,
         "report": report,
         "spikes": spikes,
+        "compare": compare,
         "dashboard": dashboard,
         "study": study,
         "bench": bench,
@@ -151,6 +153,53 @@ def _cell(value: Any) -> str:
     if isinstance(value, list):
         return "..".join(map(_cell, value))
     return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def compare(argv: list[str]) -> int:
+    """Says how far apart the weights of two checkpoints are."""
+    parser = _parser(
+        "compare",
+        "Per tensor how far B is from A: Lightning and torch files, safetensors, Hugging Face folders, "
+        "torch distributed checkpoints. Exit code 1 when they differ.",
+    )
+    parser.add_argument("a", metavar="A", type=str, help="a checkpoint, weights only")
+    parser.add_argument("b", metavar="B", type=str, help="another, of the same model")
+    parser.add_argument("--format", type=str, choices=["table", "json"], default="table")
+    parser.add_argument("--allow-missing", action="store_true", help="compare what both have")
+    parser.add_argument("--plot", type=str, help="an HTML file to write, with a heat map by layer")
+    args = parser.parse_args(argv)
+    from stabilitykit.numerics.distance import compared
+    from stabilitykit.readers.checkpoints import read_checkpoint
+    from stabilitykit.readers.pairing import paired
+    from stabilitykit.records import spell
+
+    pairs, notes = paired(read_checkpoint(args.a), read_checkpoint(args.b), allow_missing=args.allow_missing)
+    results = compared({name: partial(_load_both, *pair) for name, pair in pairs.items()})
+    notes += _asides(results)
+    for note in notes:
+        print(f"stabilitykit: {note}", file=sys.stderr)
+    if args.plot:
+        from stabilitykit.report.comparison import write_comparison
+
+        write_comparison(results, Path(args.a), Path(args.b), notes, Path(args.plot))
+    if args.format == "json":
+        print(json.dumps(spell({"results": results})))
+    else:
+        columns = ("tensor", "numel", "w1", "max_abs", "rel_l2", "cosine")
+        print(_table([{column: row[column] for column in columns} for row in results]))
+    return 1 if any(row["max_abs"] != 0 for row in results) else 0
+
+
+def _load_both(a: Any, b: Any) -> tuple[Any, Any]:
+    return a.load(), b.load()
+
+
+def _asides(results: list[dict[str, Any]]) -> Iterator[str]:
+    for row in results:
+        if "nonfinite" in row:
+            yield f"{row['tensor']}: not finite: {row['nonfinite'][0]} in A, {row['nonfinite'][1]} in B"
+        if "cast_floor" in row:
+            yield f"{row['tensor']}: rounding to the coarser dtype alone makes w1 {row['cast_floor']:.3g}"
 
 
 def dashboard(argv: list[str]) -> int:

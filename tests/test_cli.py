@@ -39,10 +39,12 @@ def loss_csv(tmp_path):
 def test_no_command_or_a_wrong_one_lists_those_there_are(capsys):
     assert main([]) == 2
     assert "dashboard" in capsys.readouterr().out
-    assert "(fit, report, spikes, dashboard, study, bench), got 'train'" in error_of(capsys, ["train"])
+    assert "(fit, report, spikes, compare, dashboard, study, bench), got 'train'" in error_of(
+        capsys, ["train"]
+    )
 
 
-@pytest.mark.parametrize("command", ["fit", "report", "spikes", "dashboard", "study", "bench"])
+@pytest.mark.parametrize("command", ["fit", "report", "spikes", "compare", "dashboard", "study", "bench"])
 def test_every_command_has_help(capsys, command):
     assert main([command, "--help"]) == 0
     assert "usage" in capsys.readouterr().out.lower()

@@ -22,7 +22,11 @@ NAMES = [
     "exact_attention",
     "exact_attention_grad",
     "monitors",
+    "ring_attention",
+    "shard",
+    "unshard",
     "wasserstein",
+    "watch",
 ]
 
 

@@ -139,9 +139,14 @@ def world() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """Which of them this is."""
+    return dist.get_rank() if world() > 1 else 0
+
+
 def say(message: str) -> None:
     """One warning line, on rank 0."""
-    if world() == 1 or dist.get_rank() == 0:
+    if rank() == 0:
         warnings.warn(f"stabilitykit: {message}", stacklevel=3)
 
 

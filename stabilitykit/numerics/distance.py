@@ -1,12 +1,19 @@
 """How far one set of named tensors is from another: W1, largest difference, relative L2, cosine."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stabilitykit.numerics.wasserstein import between_sorted, ordered
+from stabilitykit.numerics.bins import CHUNK
+from stabilitykit.numerics.parts import wasserstein_streamed
+from stabilitykit.numerics.wasserstein import between_sorted, ordered, wasserstein
+
+ALL = "all weights"  # the row of all tensors together
+
+Load = Callable[[], tuple[Tensor, Tensor]]
 
 
 def distances(main: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
@@ -24,6 +31,48 @@ def distances(main: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[s
     }
 
 
+def compared(pairs: Mapping[str, Load]) -> list[dict[str, Any]]:
+    """Rows of `tensor`, `numel` and the numbers of `distances`, largest W1 first, ALL of them last.
+
+    Each pair is called for when its turn comes, and again for the W1 of all, so memory holds about twice the
+    largest pair. A row has `nonfinite`, the counts of both, where there are any (its W1 is nan and it comes
+    first), and `cast_floor` where dtypes differ: the W1 that rounding to the coarser of them makes alone.
+    """
+    rows = []
+    sums = torch.zeros(0, 7, dtype=torch.float64)
+    for name, load in pairs.items():
+        main, other = load()
+        row = _sums(main, other)
+        sums = torch.cat([sums, row[None]])
+        w1 = math.nan if row[5:].any() else wasserstein(main, other)
+        rows.append(_row(name, main.numel(), w1, row) | _cast_floor(main, other))
+    rows.sort(key=lambda row: (not math.isnan(row["w1"]), -row["w1"], -row["max_abs"]))
+    whole = _together(sums)
+    w1 = math.nan
+    if not whole[5:].any():
+        w1 = wasserstein_streamed(_side(pairs, 0), _side(pairs, 1))
+    return [*rows, _row(ALL, sum(row["numel"] for row in rows), w1, whole)]
+
+
+def _side(pairs: Mapping[str, Load], side: int) -> Callable[[], Iterable[Tensor]]:
+    return lambda: (load()[side] for load in pairs.values())
+
+
+def _row(name: str, numel: int, w1: float, sums: Tensor) -> dict[str, Any]:
+    row: dict[str, Any] = {"tensor": name, "numel": numel, "w1": w1, **_numbers(sums.tolist())}
+    bad = sums[5:].to(torch.int64).tolist()
+    return row | {"nonfinite": bad} if any(bad) else row
+
+
+def _cast_floor(main: Tensor, other: Tensor) -> dict[str, float]:
+    if main.dtype == other.dtype:
+        return {}
+    fine, coarse = sorted((main, other), key=lambda tensor: torch.finfo(tensor.dtype).eps)
+    cast = fine.to(coarse.dtype)
+    finite = bool(fine.isfinite().all() and cast.isfinite().all())
+    return {"cast_floor": wasserstein(fine, cast) if finite else math.nan}
+
+
 class Reference:
     """One set of tensors that many others are compared with as a whole: it is sorted once."""
 
@@ -34,8 +83,7 @@ class Reference:
     def distance(self, other: Mapping[str, Tensor]) -> dict[str, float]:
         """The numbers of `distances` over all tensors together, as if they were one vector."""
         rows = torch.stack([_sums(tensor, other[name]) for name, tensor in self._main.items()])
-        whole = torch.cat([rows[:, :1].amax(0), rows[:, 1:].sum(0)])
-        return {"w1": _w1(self._sorted, _flat(other.values())), **_numbers(whole.tolist())}
+        return {"w1": _w1(self._sorted, _flat(other.values())), **_numbers(_together(rows).tolist())}
 
 
 def ratio(part: float, whole: float) -> float:
@@ -64,13 +112,22 @@ def _w1(main: Tensor | None, other: Tensor) -> float:
 
 
 def _sums(main: Tensor, other: Tensor) -> Tensor:
-    # [5]: max |d|, then the sums that add up over tensors: d.d, m.m, o.o, m.o
-    m, o = main.detach().double().flatten(), other.detach().double().flatten()
+    # [7]: max |d|, then the sums that add up over tensors: d.d, m.m, o.o, m.o, non-finite m, non-finite o
+    pairs = zip(main.detach().flatten().split(CHUNK), other.detach().flatten().split(CHUNK), strict=True)
+    return _together(torch.stack([_chunk_sums(m.double(), o.double()) for m, o in pairs]))
+
+
+def _chunk_sums(m: Tensor, o: Tensor) -> Tensor:
     d = o - m
-    return torch.stack([d.abs().amax(), d @ d, m @ m, o @ o, m @ o])
+    bad = [(~torch.isfinite(x)).sum().double() for x in (m, o)]
+    return torch.stack([d.abs().amax(), d @ d, m @ m, o @ o, m @ o, *bad])
+
+
+def _together(rows: Tensor) -> Tensor:
+    return torch.cat([rows[:, :1].amax(0), rows[:, 1:].sum(0)])
 
 
 def _numbers(sums: list[float]) -> dict[str, float]:
-    largest, dd, mm, oo, mo = sums
+    largest, dd, mm, oo, mo = sums[:5]
     cosine = 1.0 if dd == 0 else ratio(mo, math.sqrt(mm) * math.sqrt(oo))
     return {"max_abs": largest, "rel_l2": ratio(math.sqrt(dd), math.sqrt(mm)), "cosine": cosine}

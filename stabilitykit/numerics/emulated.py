@@ -39,10 +39,10 @@ def emulated_flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention output [b, h, q, d] and log-sum-exp [b, h, q], as a tiled kernel would round them.
 
-    By default what production kernels do: 16-bit inputs, float32 state, 16-bit probabilities, one
-    rounding of the result. Every product and row sum is accumulated in the carrier, float32 or, if
-    some precision is finer, float64, and then rounded once. `out` comes in `output_dtype` where that
-    is a torch.dtype, else in the carrier, as does lse.
+    By default what production kernels do: float32 state, the probabilities and the result rounded to
+    the inputs' dtype. Every product and row sum is computed in the carrier, float32 or, if some
+    precision is finer, float64, and rounded once: by itself, or as the sum where it is added to what
+    there is. `out` comes in `output_dtype` where that is a torch.dtype, else in the carrier, as does lse.
 
     Args:
         q: [b, h, q, d], as k, v and GQA in `exact_attention`.
@@ -55,10 +55,11 @@ def emulated_flash_attention(
         probs_dtype: of the exponentials that multiply v; default `input_dtype`.
         input_dtype: of q, k and v; default that of q.
         score_dtype: of q k^T, of it times scale, of that minus the max, and of its exponential.
-        max_dtype: of the running max, and of the factors exp(old max - new max).
-        sum_dtype: of the row sums (over exponentials in `score_dtype`), old, new and added; of lse.
-        accumulator_dtype: of each tile's product with v, of the rescaled accumulator, of their sum
-            and of its division by the running sum.
+        max_dtype: of the running max, of the old one minus the new, and of the exponential of that.
+        sum_dtype: of the running sum, when rescaled and when a tile's row sum of exponentials (those
+            in `score_dtype`) is added; of lse.
+        accumulator_dtype: of the accumulator, when rescaled, when a tile's product with v is added and
+            when divided by the running sum. fa1 rounds the tile's product, and it rescaled, too.
         output_dtype: of out; default `input_dtype`.
         causal: as in `exact_attention`.
         scale: of q k^T; 1 / sqrt(d) by default.
@@ -95,9 +96,9 @@ def emulated_flash_attention_grad(
 
     Options as in `emulated_flash_attention`, whose out and lse it starts from. P = exp(S - lse), dP
     and dS = P (dP - delta) are in `score_dtype`; P and dS are rounded to `probs_dtype` where they
-    enter a product, delta and what it sums to `sum_dtype`; dq, dk and dv are accumulated tile by tile
-    in `accumulator_dtype`, times scale at the end, and come in `output_dtype`. With GQA the heads of a
-    group are summed in the carrier, before that rounding.
+    enter a product, delta to `sum_dtype`; dq, dk and dv are rounded to `accumulator_dtype` each time a
+    tile's product is added, and as a whole by scale; they come in `output_dtype`. With GQA the heads
+    of a group are summed in the carrier, before that last rounding.
 
     Args:
         q: as k and v those of the forward.
@@ -111,20 +112,19 @@ def emulated_flash_attention_grad(
     Raises:
         ValueError: as `emulated_flash_attention`, an unknown delta, or a grad_out not shaped like out.
     """
-    require(delta in ("out", "probs"), f"delta must be 'out' or 'probs', got {delta!r}")
-    kernel, call = prepared(q, k, v, **options)
+    kernel, call = prepared(q, k, v, delta=delta, **options)
     got, expected = tuple(grad_out.shape), (*call.shape, v.shape[-1])
     require(got == expected, f"grad_out must have the shape of out, {expected}, got {got}")
     with exactly(call):
-        return backward(kernel, call, grad_out, *forward(kernel, call), delta)
+        return backward(kernel, call, grad_out, *forward(kernel, call))
 
 
-def emulated_attention(q: Tensor, k: Tensor, v: Tensor, *, delta: str = "out", **options: Any) -> Tensor:
+def emulated_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """The out of `emulated_flash_attention`, differentiable by `emulated_flash_attention_grad`.
 
     Options as in both: attention for a live model, in place of its kernel.
     """
-    return _Emulated.apply(q, k, v, options, delta)  # pyright: ignore[reportReturnType]  apply is untyped
+    return _Emulated.apply(q, k, v, options)  # pyright: ignore[reportReturnType]  apply is untyped
 
 
 def tile_sizes(sram: int, head_dim: int) -> tuple[int, int]:
@@ -142,12 +142,12 @@ def tile_sizes(sram: int, head_dim: int) -> tuple[int, int]:
 
 class _Emulated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], delta: str) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         kernel, call = prepared(q, k, v, **options)
         with exactly(call):
             out, lse = forward(kernel, call)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options, ctx.delta = options, delta
+        ctx.options = options
         return out
 
     @staticmethod
@@ -156,4 +156,4 @@ class _Emulated(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         kernel, call = prepared(q, k, v, **ctx.options)
         with exactly(call):
-            return *backward(kernel, call, grad_out, out, lse, ctx.delta), None, None
+            return *backward(kernel, call, grad_out, out, lse), None

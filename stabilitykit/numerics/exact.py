@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from stabilitykit.numerics.scores import Scores, require
+from stabilitykit.numerics.scores import Block, Scores, require
 
 
 class AttentionRows(NamedTuple):
@@ -81,7 +81,9 @@ def exact_attention(
     >>> exact_attention(q, q, v, causal=True)[0].flatten().tolist()
     [1.0, 2.0]
     """
-    return attention_rows(**locals())[:2]
+    call = Scores(**locals())
+    with exactly(call):
+        return _forward(call, statistics=False)[:2]
 
 
 def attention_rows(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionRows:
@@ -91,7 +93,7 @@ def attention_rows(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Attention
     """
     call = Scores(q, k, v, **options)
     with exactly(call):
-        return _forward(call)
+        return _forward(call, statistics=True)
 
 
 def exact_attention_grad(
@@ -104,11 +106,13 @@ def exact_attention_grad(
     what the selected rows and heads contribute (an index given twice counts twice).
 
     Raises:
-        ValueError: as `exact_attention`, and a grad_out whose shape is not that of out.
+        ValueError: as `exact_attention`, and a grad_out that is not like out.
     """
     call = Scores(q, k, v, **options)
     got, expected = tuple(grad_out.shape), (*call.shape, v.shape[-1])
     require(got == expected, f"grad_out must have the shape of out, {expected}, got {got}")
+    require(grad_out.device == q.device, f"grad_out must be on {q.device}, got {grad_out.device}")
+    require(grad_out.is_floating_point(), f"grad_out must be floating-point, got {grad_out.dtype}")
     with exactly(call):
         return _backward(call, grad_out)
 
@@ -122,76 +126,137 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     call = Scores(q, k, v, **options, dtype=q.dtype)
     pairs, block = slice(0, len(call.head)), call.block(slice(0, len(call.row)))
     with torch.autocast(q.device.type, enabled=False):
-        q_, k_, v_ = call.take(pairs)
-        raw = q_ @ k_[:, block.some].mT * call.factor
+        q_ = q[:, call.heads_of_q][:, :, call.row].flatten(0, 1)
+        k_, v_ = (x[:, call.heads_of_kv][:, :, block.some].flatten(0, 1) for x in (k, v))
+        raw = _product(q_, k_.mT) * call.factor
         logits, _ = call.logits(raw, pairs, block)
         blind = (logits == -math.inf).all(-1, keepdim=True)
         probs = torch.softmax(logits.masked_fill(blind, 0), -1).masked_fill(blind, 0)
-        out = call.dropped(probs, pairs, block) @ v_[:, block.some]
+        out = _product(call.dropped(probs, pairs, block), v_)
     return out.view(*call.shape, v.shape[-1])
 
 
-def _forward(call: Scores) -> AttentionRows:
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b rounded once to their dtype, with sums in float32, as GPUs do it, for 16-bit formats."""
+    if a.device.type != "cpu" or a.dtype not in (torch.bfloat16, torch.float16):
+        return a @ b
+    # Without AVX-512, torch multiplies 16-bit matrices in a scalar loop, about 20 times slower.
+    return (a.float() @ b.float()).to(a.dtype)
+
+
+def _forward(call: Scores, statistics: bool) -> AttentionRows:
     n_pairs, n_rows, d_v = len(call.head), len(call.row), call.v.shape[-1]
     out, lse = call.full(0, n_pairs, n_rows, d_v), call.full(-math.inf, n_pairs, n_rows)
     max_logit, entropy = call.full(-math.inf, n_pairs), call.full(0, n_pairs)
-    counted = call.full(0, n_pairs)
+    counted, rooms, operands = call.full(0, n_pairs), call.rooms(2), _Operands(call)
     for pairs in call.chunks():
-        q, k, v = call.take(pairs)
-        q = q * call.factor
-        for block in call.blocks():
-            raw = torch.bmm(q[:, block.rows], k[:, block.some].mT)
+        q, k, v = operands.load(pairs)
+        for block in call.blocks:
+            one, two = (_part(room, len(q), block) for room in rooms)
+            raw = one.baddbmm_(q[:, block.rows], k[..., block.some], beta=0, alpha=call.factor)
             logits, _ = call.logits(raw, pairs, block)
-            peak, seen = call.visible(raw, logits, block)
-            max_logit[pairs] = torch.maximum(max_logit[pairs], peak.amax(-1))
-            weights, total, lse[pairs, block.rows] = _softmax(logits)
-            # A weight of 0 has a shifted logit of -inf or nearly so: clamped, their product is 0.
-            lost = logits.clamp_(min=-1e3).mul_(weights).sum(-1, keepdim=True)
-            share = (total.log() - lost / total).squeeze(-1) / seen.log()
-            entropy[pairs] += share.where(seen > 1, 0).sum(-1)
-            counted[pairs] += (seen > 1).sum(-1)
-            weights = call.dropped(weights, pairs, block)
-            out[pairs, block.rows] = torch.bmm(weights, v[:, block.some]).div_(total)
+            top = logits.amax(-1, keepdim=True)
+            probs, blind = _softmax(call, logits, two)
+            rows_lse = (top - probs.amax(-1, keepdim=True).log()).squeeze(-1)
+            if statistics:
+                peak, seen = call.visible(raw, logits, top, block)
+                max_logit[pairs] = torch.maximum(max_logit[pairs], peak.amax(-1))
+                entropy[pairs] += _entropy(logits, probs, top, rows_lse, seen)
+                counted[pairs] += (seen > 1).sum(-1)
+            rows_out = torch.bmm(call.dropped(probs, pairs, block), v[..., block.some].mT)
+            out[pairs, block.rows], lse[pairs, block.rows] = _unless(blind, rows_out), rows_lse
     entropy /= counted
     shape, heads = call.shape, call.shape[:2]
     return AttentionRows(out.view(*shape, d_v), lse.view(shape), max_logit.view(heads), entropy.view(heads))
 
 
 def _backward(call: Scores, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out = grad_out.flatten(0, 1)
+    grad_out, rooms, operands = grad_out.flatten(0, 1), call.rooms(3), _Operands(call)
     dq = call.full(0, len(call.head), len(call.row), call.q.shape[-1])
     dk, dv = call.full(0, *call.k.shape), call.full(0, *call.v.shape)
+    sums = [torch.empty_like(room) for room in operands.rooms[1:]]
     for pairs in call.chunks():
-        q, k, v = call.take(pairs)
-        q, grad = q * call.factor, grad_out[pairs].to(call.dtype)
-        dk_pairs, dv_pairs = torch.zeros_like(k), torch.zeros_like(v)
-        for block in call.blocks():
-            q_rows, k_seen, v_seen = q[:, block.rows], k[:, block.some], v[:, block.some]
-            logits, tanh = call.logits(torch.bmm(q_rows, k_seen.mT), pairs, block)
-            weights, total, _ = _softmax(logits)
-            grad_rows = grad[:, block.rows] / total  # so that the weights need no division
-            kept = call.dropped(weights, pairs, block)
-            dv_pairs[:, block.some].baddbmm_(kept.mT, grad_rows)
-            slope = torch.bmm(grad_rows, v_seen.mT, out=logits)
-            slope = call.dropped(slope, pairs, block).mul_(weights)
-            slope.addcmul_(weights, slope.sum(-1, keepdim=True) / total, value=-1)
+        q, k, v = operands.load(pairs)
+        grad = grad_out[pairs].to(call.dtype)
+        dk_pairs, dv_pairs = (room[: len(k)].zero_() for room in sums)
+        for block in call.blocks:
+            one, two, three = (_part(room, len(q), block) for room in rooms)
+            q_rows, k_seen, v_seen = q[:, block.rows], k[..., block.some], v[..., block.some]
+            raw = one.baddbmm_(q_rows, k_seen, beta=0, alpha=call.factor)
+            logits, tanh = call.logits(raw, pairs, block)
+            probs, blind = _softmax(call, logits, two)
+            grad_rows = _unless(blind, grad[:, block.rows])
+            dv_pairs[..., block.some].baddbmm_(grad_rows.mT, call.dropped(probs, pairs, block))
+            slope = call.dropped(torch.bmm(grad_rows, v_seen, out=one), pairs, block)
+            _softmax_backward(slope, probs, -1, call.dtype, grad_input=three)
             if tanh is not None:
-                slope.mul_(1 - tanh * tanh)
-            dq[pairs, block.rows] = torch.bmm(slope, k_seen).mul_(call.factor)
-            dk_pairs[:, block.some].baddbmm_(slope.mT, q_rows)
-        kv_pair = call.batch[pairs] * call.k.shape[1] + call.kv_head[pairs]
-        dk.flatten(0, 1).index_add_(0, kv_pair, dk_pairs)
-        dv.flatten(0, 1).index_add_(0, kv_pair, dv_pairs)
-    return dq.view(*call.shape, dq.shape[-1]), dk, dv
+                three.mul_(1 - tanh * tanh)
+            dq[pairs, block.rows] = torch.bmm(three, k_seen.mT)
+            dk_pairs[..., block.some].baddbmm_(q_rows.mT, three, alpha=call.factor)
+        batch, heads = _place(call, pairs)
+        for i, head in enumerate(call.heads_of_kv[heads]):
+            dk[batch, head] += dk_pairs[i].mT
+            dv[batch, head] += dv_pairs[i].mT
+    return dq.mul_(call.factor).view(*call.shape, dq.shape[-1]), dk, dv
 
 
-def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(logits - max), its row sums (1 where all is hidden), lse; shifts `logits` in place."""
-    top = logits.amax(-1, keepdim=True)
-    weights = logits.sub_(top.masked_fill(top == -math.inf, 0)).exp()
-    total = weights.sum(-1, keepdim=True)
-    lse = (top + total.log()).squeeze(-1)
-    return weights, total.masked_fill_(total == 0, 1), lse
+_softmax_backward = torch.ops.aten._softmax_backward_data.out
+
+
+class _Operands:
+    """q [pairs, rows, d], k and v as [pairs, d, keys]: all seven products are fastest on these."""
+
+    def __init__(self, call: Scores) -> None:
+        self.call, count = call, call.per_chunk
+        (keys, d), d_v = call.k.shape[2:], call.v.shape[3]
+        shapes = (count, len(call.row), d), (count, d, keys), (count, d_v, keys)
+        self.rooms = [call.q.new_empty(shape, dtype=call.dtype) for shape in shapes]
+
+    def load(self, pairs: slice) -> list[Tensor]:
+        """Those of a range of pairs, in memory that the next range takes again."""
+        call = self.call
+        batch, heads = _place(call, pairs)
+        q = _chosen(call.q[batch], call.heads_of_q[heads])
+        k, v = (_chosen(x[batch], call.heads_of_kv[heads]) for x in (call.k, call.v))
+        q = q if call.rows is None else q[:, call.row]
+        return [room[: len(q)].copy_(x) for room, x in zip(self.rooms, (q, k.mT, v.mT), strict=True)]
+
+
+def _place(call: Scores, pairs: slice) -> tuple[int, slice]:
+    """The batch entry of a range of pairs, and which of the wanted heads theirs are."""
+    batch, first = divmod(pairs.start, call.shape[1])
+    return batch, slice(first, first + pairs.stop - pairs.start)
+
+
+def _chosen(whole: Tensor, index: list[int]) -> Tensor:
+    first, stop = index[0], index[-1] + 1
+    return whole[first:stop] if index == list(range(first, stop)) else whole[index]
+
+
+def _part(room: Tensor, pairs: int, block: Block) -> Tensor:
+    rows, keys = block.rows.stop - block.rows.start, block.some.stop - block.some.start
+    return room[: pairs * rows * keys].view(pairs, rows, keys)
+
+
+def _softmax(call: Scores, logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
+    """softmax(logits) and, where there may be any, the rows that see nothing: theirs is only finite."""
+    blind = None
+    if call.may_be_blind:
+        blind = logits.amax(-1, keepdim=True) == -math.inf
+        logits[..., :1].masked_fill_(blind, 0)
+    return torch.softmax(logits, -1, out=out), blind
+
+
+def _unless(blind: Tensor | None, rows: Tensor) -> Tensor:
+    return rows if blind is None else rows.masked_fill(blind, 0)
+
+
+def _entropy(logits: Tensor, probs: Tensor, top: Tensor, lse: Tensor, seen: Tensor) -> Tensor:
+    """Of each pair, the sum of its rows' entropies over log(seen); writes into `logits`."""
+    # A probability of 0 has a shifted logit of -inf or nearly so: clamped, their product is 0.
+    lost = logits.sub_(top).clamp_(min=-1e3).mul_(probs).sum(-1)
+    share = (lse - top.squeeze(-1) - lost) / seen.log()
+    return share.where(seen > 1, 0).sum(-1)
 
 
 @contextmanager

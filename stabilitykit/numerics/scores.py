@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ROWS = 128  # query rows per block: enough for fast matrix products, few masked keys if causal
+_ROWS = 128  # query rows per block, enough for fast matrix products
+_WASTE = 16  # if causal, fewer: about 1 key in so many is masked of those that a block looks at
 # Scores in one block: a CPU wants them in its cache, a GPU wants many.
 _CPU_SCORES, _GPU_SCORES = 1 << 17, 1 << 24
 
@@ -49,17 +50,28 @@ class Scores:
     dtype: torch.dtype = torch.float64
 
     def __post_init__(self) -> None:
-        _check_tensors(self.q, self.k, self.v)
+        check_tensors(self.q, self.k, self.v)
         _check_options(self)
         (b, h, n, d), device = self.q.shape, self.q.device
         row, head = _indices("rows", self.rows, n), _indices("heads", self.heads, h)
         self.factor = 1 / math.sqrt(d) if self.scale is None else self.scale
         self.span = _spans(self, row)  # kept on the CPU too, to plan blocks without waiting
         self.row, self.level, self.first, self.last = (x.to(device) for x in (row, *self.span))
+        group = h // max(self.k.shape[1], 1)
+        self.heads_of_q, self.heads_of_kv = head.tolist(), (head // group).tolist()
         self.batch = torch.arange(b, device=device).repeat_interleave(len(head))
         self.head = head.to(device).repeat(b)
-        self.kv_head = self.head // (h // max(self.k.shape[1], 1))
+        self.kv_head = self.head // group
+        self.column = torch.arange(self.k.shape[2], device=device)
         self.shape = (b, len(head), len(row))
+        self.may_be_blind = self.mask is not None or bool((self.span[1] >= self.span[2]).any())
+        self.per_block = _ROWS
+        if self.causal or self.window:
+            self.per_block = min(_ROWS, max(32, self.k.shape[2] // _WASTE))
+        limit = _CPU_SCORES if device.type == "cpu" else _GPU_SCORES
+        most = limit // max(1, min(self.per_block, len(row)) * self.k.shape[2])
+        self.per_chunk = max(1, min(most, len(head)))
+        self.blocks = self._blocks()
         if self.mask is not None and self.mask.is_floating_point():
             _warn_if_zero_one(self.mask, self.row)
 
@@ -68,15 +80,22 @@ class Scores:
         return torch.full(shape, value, dtype=self.dtype, device=self.q.device)
 
     def chunks(self) -> Iterator[slice]:
-        """Ranges of pairs: short ones share one batch of matrix products."""
-        limit = _CPU_SCORES if self.q.device.type == "cpu" else _GPU_SCORES
-        size = max(1, limit // max(1, min(_ROWS, len(self.row)) * self.k.shape[2]))
-        return (slice(i, i + size) for i in range(0, len(self.head), size))
+        """Ranges of pairs of one batch entry: short ones share one batch of matrix products."""
+        batch, heads, _ = self.shape
+        for start in range(0, batch * heads, max(heads, 1)):
+            for i in range(start, start + heads, self.per_chunk):
+                yield slice(i, min(i + self.per_chunk, start + heads))
 
-    def blocks(self) -> list[Block]:
+    def rooms(self, count: int) -> list[Tensor]:
+        """`count` flat tensors that hold the scores of any one block, to be used again and again."""
+        sizes = [(b.rows.stop - b.rows.start) * (b.some.stop - b.some.start) for b in self.blocks]
+        size = self.per_chunk * max(sizes, default=0)
+        return [torch.empty(size, dtype=self.dtype, device=self.q.device) for _ in range(count)]
+
+    def _blocks(self) -> list[Block]:
         """The rows in ranges, without those ranges that see no key."""
-        starts = range(0, len(self.row), _ROWS)
-        blocks = [self.block(slice(i, i + _ROWS)) for i in starts]
+        n, size = len(self.row), self.per_block
+        blocks = [self.block(slice(i, min(i + size, n))) for i in range(0, n, size)]
         return [block for block in blocks if block.some.start < block.some.stop]
 
     def block(self, rows: slice) -> Block:
@@ -86,7 +105,7 @@ class Scores:
         return Block(rows, some, slice(max(first, default=0), min(last, default=0)))
 
     def take(self, pairs: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """The wanted rows of q and all of k and v for a range of pairs, [pairs, :, d]."""
+        """The wanted rows of q, and all of k and v, of a range of pairs: [pairs, :, d] in `dtype`."""
         batch, kv_head = self.batch[pairs], self.kv_head[pairs]
         q = self.q[batch[:, None], self.head[pairs, None], self.row]
         k, v = self.k[batch, kv_head], self.v[batch, kv_head]
@@ -121,14 +140,12 @@ class Scores:
     def _alibi(self, pairs: slice, block: Block) -> Tensor:
         assert self.alibi_slopes is not None
         slopes = self.alibi_slopes.expand(self.q.shape[:2])[self.batch[pairs], self.head[pairs]]
-        column = torch.arange(block.some.start, block.some.stop, device=self.q.device)
-        distance = (self.level[block.rows, None] - column).abs()
+        distance = (self.level[block.rows, None] - self.column[block.some]).abs()
         return slopes.to(self.dtype)[:, None, None] * distance
 
     def _hide(self, logits: Tensor, block: Block) -> None:
         """Causal, window and packing, in place; keys that all rows see, the most, cost nothing."""
-        start, stop = block.some.start, block.some.stop
-        column = torch.arange(start, stop, device=logits.device)
+        column, start, stop = self.column[block.some], block.some.start, block.some.stop
         left, right = max(block.all.start - start, 0), max(block.all.stop - start, 0)
         if left > 0:
             unseen = column[:left] < self.first[block.rows, None]
@@ -137,15 +154,15 @@ class Scores:
             unseen = column[right:] >= self.last[block.rows, None]
             logits[..., right:].masked_fill_(unseen, -math.inf)
 
-    def visible(self, raw: Tensor, logits: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def visible(self, raw: Tensor, logits: Tensor, top: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Per row, the largest raw score of a visible key and the number of visible keys."""
         if raw is logits:
-            return raw.amax(-1), (self.last - self.first)[block.rows].to(self.dtype)
+            return top.squeeze(-1), (self.last - self.first)[block.rows].to(self.dtype)
         floor = -math.inf
         if self.mask is not None and self.mask.dtype != torch.bool:
             # Many models hide a key by adding the lowest finite number.
             floor = torch.finfo(self.mask.dtype).min / 2
-        hidden = logits <= floor
+        hidden = (logits <= floor) | (top == -math.inf)
         return raw.masked_fill_(hidden, -math.inf).amax(-1), (~hidden).sum(-1).to(self.dtype)
 
     def dropped(self, probs: Tensor, pairs: slice, block: Block) -> Tensor:
@@ -208,7 +225,8 @@ def _indices(name: str, wanted: Tensor | Sequence[int] | None, size: int) -> Ten
     return index.long()
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """ValueError unless q [b, h, q, d] and k, v [b, h_kv, k, d] fit together."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     require(
         q.ndim == k.ndim == v.ndim == 4,

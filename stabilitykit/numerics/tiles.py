@@ -17,7 +17,7 @@ Rounding = Callable[[Tensor], Tensor]
 
 @dataclass(kw_only=True)
 class Kernel:
-    """The knobs of `emulated_flash_attention`; ValueError where they are none."""
+    """The knobs of `emulated_flash_attention` and its grad; ValueError where they are none."""
 
     input_dtype: Precision
     tile_q: int = 64
@@ -31,6 +31,7 @@ class Kernel:
     output_dtype: Precision | None = None
     variant: str = "fa2"
     beta: float = 2.0
+    delta: str = "out"
 
     def __post_init__(self) -> None:
         for name in ("tile_q", "tile_k"):
@@ -39,6 +40,7 @@ class Kernel:
         variants = ("fa1", "fa2", "stabilised")
         require(self.variant in variants, f"variant must be one of {variants}, got {self.variant!r}")
         require(2 <= self.beta <= 8, f"beta must lie in [2, 8], got {self.beta}")
+        require(self.delta in ("out", "probs"), f"delta must be 'out' or 'probs', got {self.delta!r}")
         state = (self.score_dtype, self.max_dtype, self.sum_dtype, self.accumulator_dtype)
         chosen = [self.state_dtype if x is None else x for x in state]
         chosen += [self.input_dtype if x is None else x for x in (self.probs_dtype, self.output_dtype)]
@@ -54,6 +56,10 @@ class Kernel:
         x = x.detach()
         x = x if x.dtype == self.input_dtype else rounded(x.double(), self.input_dtype)
         return x.to(self.carrier)
+
+    def factor(self, old: Tensor, new: Tensor) -> Tensor:
+        """exp(old - new) of two maxima, by which what was made with the old one is rescaled."""
+        return self.max(torch.exp(self.max(old - _or_zero(new))))
 
     def result(self, x: Tensor) -> Tensor:
         """A result in the dtype it is handed out in, rounded once."""
@@ -97,11 +103,11 @@ class Tiles:
         return (logits if logits is raw else kernel.score(logits)), tanh
 
     def weighed(self, tile: Block, scores: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-        """Row sums of exp(scores - top), and its product with v."""
+        """Row sums of exp(scores - top), and its product with v, both not rounded yet."""
         kernel = self.kernel
         weights = kernel.score(torch.exp(kernel.score(scores - _or_zero(top))))
         kept = kernel.probs(self.call.dropped(weights, self.pairs, tile))
-        return kernel.sum(weights.sum(-1, keepdim=True)), kernel.acc(kept @ self.v[:, tile.some])
+        return weights.sum(-1, keepdim=True), kept @ self.v[:, tile.some]
 
     def slopes(self, tile: Block, grad: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The backward's P and dP, after dropout, and the tanh."""
@@ -147,12 +153,12 @@ def forward(kernel: Kernel, call: Scores) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    kernel: Kernel, call: Scores, grad_out: Tensor, out: Tensor, lse: Tensor, delta: str
+    kernel: Kernel, call: Scores, grad_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `emulated_flash_attention_grad`, from the forward's out and lse."""
     tiles = Tiles(kernel, call)
     grad, lse = kernel.taken(grad_out).flatten(0, 1), lse.view(len(call.head), -1, 1)
-    if delta == "out":
+    if kernel.delta == "out":
         deltas = kernel.sum((grad * out.to(call.dtype).flatten(0, 1)).sum(-1, keepdim=True))
     else:
         deltas = torch.zeros_like(lse)
@@ -189,7 +195,7 @@ def _unnormalised(tiles: Tiles, tile: Block, old: State) -> State:
         top = top.where(~tied | (top == -math.inf), (kernel.beta * top).clamp(min=0))
     top = kernel.max(torch.maximum(old.top, top))
     total, product = tiles.weighed(tile, scores, top)
-    decay = kernel.max(torch.exp(old.top - _or_zero(top)))
+    decay = kernel.factor(old.top, top)
     return State(
         top,
         kernel.sum(kernel.sum(old.total * decay) + total),
@@ -204,16 +210,16 @@ def _normalised(tiles: Tiles, tile: Block, old: State) -> State:
     tile_top = kernel.max(scores.amax(-1, keepdim=True))
     tile_total, product = tiles.weighed(tile, scores, tile_top)
     top = torch.maximum(old.top, tile_top)
-    decay, gain = (kernel.max(torch.exp(x - _or_zero(top))) for x in (old.top, tile_top))
+    decay, gain = kernel.factor(old.top, top), kernel.factor(tile_top, top)
     kept = kernel.sum(old.total * decay)
-    total = kernel.sum(kept + kernel.sum(tile_total * gain))
-    acc = kernel.acc(kernel.acc(kernel.acc(kept * old.acc) + kernel.acc(gain * product)) / total)
+    total = kernel.sum(kept + kernel.sum(kernel.sum(tile_total) * gain))
+    acc = kernel.acc(kernel.acc(kernel.acc(kept * old.acc) + kernel.acc(gain * kernel.acc(product))) / total)
     # Dividing again what a tile adds nothing to would only round it again.
     return State(top, total, acc.where(tile_top != -math.inf, old.acc))
 
 
 def _add(total: Tensor, term: Tensor, rounding: Rounding) -> None:
-    total.copy_(rounding(total + rounding(term)))
+    total.copy_(rounding(total + term))
 
 
 def _or_zero(top: Tensor) -> Tensor:

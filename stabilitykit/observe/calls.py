@@ -93,6 +93,10 @@ class Calls:
         if self._stack:
             self._stack.pop()
 
+    def suspect(self) -> None:
+        """The running module, whatever its name, takes a softmax of a product: it owes a record."""
+        self._entered.setdefault(self._stack[-1] if self._stack else "", "a softmax of a product")
+
     def report(self, reason: str) -> None:
         """Attention of the running module is not watched, for `reason`."""
         self._reported.setdefault(self._stack[-1] if self._stack else "", reason)
@@ -125,11 +129,11 @@ class Calls:
         *,
         lse: Tensor | None = None,
         key: Tensor | None = None,
-    ) -> None:
+    ) -> AttentionCall | None:
         """A call whose gradients come by hooks on its aliases or, given `key`, by `gradients`."""
         name = self._name()
         if self._on_call is None:
-            return
+            return None
         told = {k: v.detach() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
         call = AttentionCall(name, q.seen(), k.seen(), v.seen(), out.seen(), told, backend, lse)
         pending = _Pending(call, _in_backward(), key)
@@ -142,6 +146,11 @@ class Calls:
             for slot, operand in {"grad_out": out, **watched}.items():
                 pending.missing.add(slot)
                 operand.tensor.register_hook(partial(self._arrived, pending, slot, operand.form))
+        return call
+
+    def take_back(self, call: AttentionCall | None) -> None:
+        """Forgets a recorded call whose gradients turn out to be another's too."""
+        self._pending = [pending for pending in self._pending if pending.call is not call]
 
     def gradients(self, key: Tensor, **grads: Tensor) -> None:
         """All gradients of the call that was recorded with `key`."""

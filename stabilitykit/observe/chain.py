@@ -1,7 +1,7 @@
 """What hand-written attention does to its scores between q k^T and the values, op by op."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -32,7 +32,13 @@ class Chain:
     dropout_p: float = 0.0
     kept: Tensor | None = None  # by dropout
     learned: bool = False  # the scale gets gradients
+    filled: bool = False  # a finite number was put in place of scores, and no gradient passes it
+    uses: list[Any] = field(default_factory=list)  # what each product with values recorded
     unknown: str | None = None  # the first thing that was not understood
+
+    def blind(self) -> bool:
+        """Whether a row is left with nothing but what was filled in: its keys count, but send no gradient."""
+        return self.filled and self.mask is not None and bool((self.mask.amax(-1) <= _HIDES).any())
 
     def lost(self, why: str) -> "Chain":
         """The chain with the reason why nobody can tell what it computes."""
@@ -61,6 +67,8 @@ def follow(calls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*args, **kwargs)
     assert chain is not None
     step = _STEPS[func]
+    if step is _softmax:
+        calls.suspect()
     if chain.unknown:
         return note(result, replace(chain, soft=chain.soft or step is _softmax))
     return note(result, step(_Step(chain, at, args, kwargs, shape, result)))
@@ -121,8 +129,10 @@ def _tanh(step: _Step) -> Chain:
 
 def _added(step: _Step, *, sign: int = 1) -> Chain:
     chain, other, alpha = step.chain, step.other(), sign * step.kwargs.get("alpha", 1)
-    if chain.soft or (sign < 0 and step.at) or step.result.shape != step.shape:
+    if chain.soft or (step.at and alpha != 1) or step.result.shape != step.shape:
         return chain.lost("a sum or difference that no attention has")
+    if _made_of(other, chain):
+        return chain.lost("a bias made of its own scores")
     bias = other if isinstance(other, Tensor) else step.result.new_tensor(other)
     bias = bias if alpha == 1 else bias * alpha
     if chain.mask is None:
@@ -130,6 +140,12 @@ def _added(step: _Step, *, sign: int = 1) -> Chain:
     if chain.mask.dtype == torch.bool:
         return replace(chain, mask=torch.where(chain.mask, bias, -inf))
     return replace(chain, mask=chain.mask + bias)
+
+
+def _made_of(other: Any, chain: Chain) -> bool:
+    # Such a bias has a share in the gradients of q and k; only what is one number per row has none.
+    own = noted(other) if isinstance(other, Tensor) and other.requires_grad else None
+    return own is not None and own.q.tensor is chain.q.tensor and other.shape[-1] > 1
 
 
 def _taken_off(step: _Step) -> Chain:
@@ -163,7 +179,8 @@ def _hidden(step: _Step, hidden: Tensor, value: Any) -> Chain:
     bias = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=hidden.device)
     if chain.mask is not None:
         bias = chain.mask if chain.mask.dtype != torch.bool else torch.where(chain.mask, bias, -inf)
-    return replace(chain, mask=torch.where(hidden, floor if value > -inf else -inf, bias))
+    mask = torch.where(hidden, floor if value > -inf else -inf, bias)
+    return replace(chain, mask=mask, filled=chain.filled or value > -inf)
 
 
 def _softmax(step: _Step) -> Chain:

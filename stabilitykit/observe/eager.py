@@ -41,6 +41,8 @@ def _score(calls: Calls, made: Product) -> Tensor:
     # b first, or a tensor that is both gets its gradients added in another order.
     b, a = calls.alias(as_autocast(made.b)), calls.alias(as_autocast(made.a))
     scores = made.run(a, b)
+    if scores.numel() == 0:
+        return scores
     q, k = (a, b) if rows in made.in_a else (b, a)
     chain = Chain(
         Operand(q, lambda t: arranged(t, sides[0], lead + rows + made.summed)),
@@ -63,9 +65,15 @@ def _weigh(calls: Calls, made: Product, chain: Chain, *, probs_first: bool) -> T
     lead, rows, keys, wide = axes[:-2], axes[-2], axes[-1], "".join(set(v_axes) - set(axes))
     if len(wide) != 1 or rows in v_axes or set(made.out) != {*lead, rows, wide} or made.bias is not None:
         chain = chain.lost("its second product is not that of probabilities and values")
+    if chain.blind():
+        chain = chain.lost("rows whose keys are all hidden, by a finite number")
+    if chain.uses:
+        chain = chain.lost("its probabilities weigh two values, and dq is that of both")
+        calls.take_back(chain.uses[0])
     v = Operand(value, lambda t: arranged(t, v_axes, lead + keys + wide))
     reason = chain.unknown or _misfit(*(operand.seen().shape[:-2] for operand in (chain.q, chain.k, v)))
     if reason:
+        chain.uses.append(None)
         calls.report(f"attention written by hand, not understood: {reason}")
         return made.run(made.a, made.b)
     batch = chain.batch or (probs.shape[0] if lead else 1)
@@ -81,7 +89,7 @@ def _weigh(calls: Calls, made: Product, chain: Chain, *, probs_first: bool) -> T
         if calls.replace:
             calls.report("attention written by hand, not replaced: its scale is learned")
     seen = Operand(out, _by_heads(lambda t: arranged(t, made.out, lead + rows + wide), batch))
-    calls.record(q, k, v, seen, kwargs, backend)
+    chain.uses.append(calls.record(q, k, v, seen, kwargs, backend))
     return out
 
 

@@ -1,5 +1,6 @@
 """Batched matrix products, however they are spelled, with a letter for each axis."""
 
+import string
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -62,12 +63,23 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Product | None:
     equation, *tensors = args
     if len(tensors) == 1 and isinstance(tensors[0], list | tuple):
         tensors = list(tensors[0])
-    if len(tensors) != 2 or "->" not in equation or "." in equation or not _activations(*tensors):
+    if len(tensors) != 2 or "->" not in equation or not _activations(*tensors):
         return None
-    in_a, in_b, out = equation.replace(" ", "").replace("->", ",").split(",")
+    in_a, in_b, out = _spelled_out(equation.replace(" ", "").replace("->", ",").split(","), tensors)
     if any(len(set(axes)) < len(axes) for axes in (in_a, in_b, out)):
         return None
     return Product(tensors[0], tensors[1], in_a, in_b, out, lambda a, b: func(equation, a, b))
+
+
+def _spelled_out(terms: list[str], tensors: list[Tensor]) -> list[str]:
+    """The terms of an einsum with letters for what `...` stands for."""
+    free = sorted(set(string.ascii_letters) - set("".join(terms)))
+    hidden = [t.dim() - len(term.replace("...", "")) for t, term in zip(tensors, terms, strict=False)]
+    counts = [*hidden, max(hidden)]
+    return [
+        term.replace("...", "".join(free[max(hidden) - count : max(hidden)]))
+        for term, count in zip(terms, counts, strict=True)
+    ]
 
 
 def arranged(tensor: Tensor, have: str, want: str) -> Tensor:

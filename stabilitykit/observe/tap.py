@@ -64,6 +64,8 @@ class Tap(TorchFunctionMode):
             self._calls = Calls(self._on_call, self._replace)
             self._resources = ExitStack()
             for name, child in self._module.named_modules():
+                if _needs_no_name(child):
+                    continue
                 pre = child.register_forward_pre_hook(partial(self._enter_module, name))
                 post = child.register_forward_hook(self._leave_module, always_call=True)
                 self._resources.callback(pre.remove)
@@ -86,7 +88,10 @@ class Tap(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             self._calls.heads = args[4] if len(args) > 4 else kwargs["num_heads"]
-            return self._inside(F, func, args, kwargs)
+            try:
+                return self._inside(F, func, args, kwargs)
+            finally:
+                self._calls.heads = None
         handler = _handler(func)
         if handler is not None:
             return handler(self._calls, func, args, kwargs)
@@ -113,16 +118,24 @@ class Tap(TorchFunctionMode):
 
     def _enter_module(self, name: str, module: nn.Module, args: Any) -> None:
         kind = type(module).__name__
-        self._calls.enter(name, kind if "attention" in kind.lower() else None)
+        attends = any(word in kind.lower() for word in ("attention", "attn", "mha"))
+        self._calls.enter(name, kind if attends else None)
 
     def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
         self._calls.leave()
+
+
+def _needs_no_name(module: nn.Module) -> bool:
+    # torch's own layers without children (Linear, LayerNorm, ...) call no attention; hooks would slow them.
+    return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
 
 
 @cache
 def _handler(func: Any) -> _Handler | None:
     name = _name(func)
     strange = "attn" in name.lower() or "attention" in name.lower()
+    if name.startswith("aten::_scaled_dot_product") and name.endswith("_backward"):
+        strange = False  # of a call whose forward was seen, by way of a dispatch mode of the user's
     return _HANDLERS.get(func) or _OPS.get(name) or (_stranger if strange else None)
 
 

@@ -10,7 +10,7 @@ from stabilitykit.report.curves import Trace, domain, draw_line, frame, y_axis
 from stabilitykit.report.heads import heat_map
 from stabilitykit.report.marks import BLUE, MUTED, attempt_lines, event_markers, event_spans, limit_lines
 from stabilitykit.report.panels import Form, Panel, name_of
-from stabilitykit.report.reading import events, layers, number, short_names, show
+from stabilitykit.report.reading import events, is_about, layers, number, short_names, show
 from stabilitykit.runlog import Records
 
 Figure = dict[str, Any]
@@ -27,7 +27,7 @@ def _curve(panel: Panel, rows: list[Record], records: Records) -> Figure | None:
     keys = [key for key in panel.keys if any(key in row.values for row in rows)]
     if not keys:
         return None
-    flagged = events(records) if panel.kind == "loss" else []
+    flagged = _flagged(panel, records)
     flags = {event[at] for event in flagged for at in ("start", "peak_step", "end") if at in event}
     data: list[Trace] = []
     layout = frame(height=150 + 150 * len(keys))
@@ -66,8 +66,13 @@ def _layers_over_time(panel: Panel, rows: list[Record], records: Records) -> Fig
     data += limit_lines(key, measured)
     layout = frame(height=380) | {"hovermode": "closest"}
     layout["yaxis"] = y_axis(key, [value for points in found.values() for _, value in points])
-    layout["shapes"] = attempt_lines(records)
+    layout["shapes"] = event_spans(_flagged(panel, records), rows[-1].step) + attempt_lines(records)
     return {"data": data, "layout": layout}
+
+
+def _flagged(panel: Panel, records: Records) -> list[dict[str, Any]]:
+    """The events of the panel's own kind."""
+    return [event for event in events(records) if is_about(event, panel.kind)]
 
 
 def _cost_bars(panel: Panel, rows: list[Record], records: Records) -> Figure | None:

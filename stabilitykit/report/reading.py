@@ -52,6 +52,15 @@ def events(records: Records) -> list[dict[str, Any]]:
     return sorted(last.values(), key=lambda event: number(event["start"]))
 
 
+def is_about(event: dict[str, Any], subject: str) -> bool:
+    """Whether an event is of the monitor of `subject`: "loss" (of old logs, all), "attention".
+
+    >>> is_about({"monitor": "LossMonitor"}, "loss"), is_about({"monitor": "attention"}, "loss")
+    (True, False)
+    """
+    return subject in str(event.get("monitor", "loss")).lower()
+
+
 def layers(rows: Iterable[Record]) -> Layers:
     """Layer name -> (step, numbers) pairs in step order; layers in their natural order."""
     found: Layers = {}

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from stabilitykit.records import Record
 from stabilitykit.report.limits import COUNTS, RATIOS, Reading, readings, worst_reading
 from stabilitykit.report.panels import name_of
-from stabilitykit.report.reading import Layers, counted, events, layers, number, show
+from stabilitykit.report.reading import Layers, counted, events, is_about, layers, number, show
 from stabilitykit.report.weights import comparisons, run_nonfinite, sentence
 from stabilitykit.runlog import Records
 
@@ -37,6 +37,7 @@ def findings(records: Records) -> list[Finding]:
     """What was found on every subject, watched or not; the loss first."""
     return [
         *_loss(records),
+        *_deviations(records),
         *_attention(records.of("attention")),
         *_weights(records.of("weights")),
         *_others(records),
@@ -102,6 +103,15 @@ def _tell(event: dict[str, Any], last: int) -> str:
     end = event.get("end")
     until = f"still open at step {last}" if end is None else f"over at step {end}"
     return f"at step {event['start']}{sizes if math.isfinite(baseline) else ''}, {until}"
+
+
+def _deviations(records: Records) -> Iterator[Finding]:
+    """What several looks at a head have shown, in the monitor's words."""
+    for event in events(records):
+        if is_about(event, "attention"):
+            peak = f", farthest at step {event['peak_step']}" if event.get("peak_step") else ""
+            text = f"From step {event['start']}, {event.get('message', 'attention deviates')}{peak}."
+            yield Finding("attention", "bad", text, event["start"], event.get("end") is not None)
 
 
 def _attention(rows: list[Record]) -> Iterator[Finding]:
@@ -195,7 +205,7 @@ def _not_finite(subject: str, what: str, lost: list[tuple[int, int]], measured: 
 def _others(records: Records) -> Iterator[Finding]:
     """Events of monitors without sentences of their own, in the monitor's words."""
     for event in events(records):
-        if not _is_loss(event) and "attention" not in str(event.get("monitor", "")).lower():
+        if not _is_loss(event) and not is_about(event, "attention"):
             kind, start, message = event.get("kind", "event"), event["start"], event.get("message")
             text = f"{kind} at step {start}" + (f": {message}" if message else "") + "."
             subject = str(event.get("monitor", "another monitor"))

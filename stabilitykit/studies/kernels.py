@@ -11,8 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stabilitykit.catalog import CATALOG
 from stabilitykit.numerics.deviation import by_quartile, deviation, perturb
 from stabilitykit.numerics.exact import exact_attention, exact_attention_grad, plain_attention
-from stabilitykit.observe.attention import Sample, measured
+from stabilitykit.observe.attention import measured
 from stabilitykit.observe.replacement import loaded
+from stabilitykit.observe.sample import Sample
 from stabilitykit.observe.tap import AttentionCall
 from stabilitykit.studies.claims import Claim, claim
 
@@ -151,7 +152,7 @@ def _control(
     worst: dict[str, float] = {}
     for seed in seeds if n == SHORT else seeds[:1]:
         call = attention_call(kernel, scale, n, dtype, seed, device)
-        numbers = measured(call, Sample(list(range(HEADS)), list(range(n)), [0], seed))
+        numbers = measured(call, Sample.whole(call, seed))
         for key in ("roundoff_ratio", "dq_roundoff_ratio", "dk_roundoff_ratio", "dv_roundoff_ratio"):
             worst[key] = max(worst.get(key, 0.0), numbers[key])
     return {"experiment": "control", "kernel": name, "dtype": _name(dtype), "n": n, "scale": scale, **worst}

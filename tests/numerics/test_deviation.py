@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stabilitykit.numerics.deviation import deviation, perturb, unit_roundoff
+from stabilitykit.numerics.deviation import by_quartile, deviation, perturb, unit_roundoff
 from stabilitykit.numerics.exact import exact_attention, exact_attention_grad, plain_attention
 
 BASE = ["max_abs", "mean_abs", "rmse", "rel_l2", "error_constant", "cosine", "sign_bias"]
@@ -112,6 +112,48 @@ def test_an_overflowed_baseline_counts_where_it_is_finite():
 def test_bad_input_is_named(tensors, message):
     with pytest.raises(ValueError, match=message):
         deviation(*tensors)
+
+
+# --- by query position ---------------------------------------------------------------------------
+
+
+def test_quartiles_by_hand():
+    """Rows 0-1, 2-3, 4-5 and 6 of seven, whatever stands before and after the positions."""
+    exact = torch.ones(2, 7, 3, dtype=torch.float64)
+    fast = exact + torch.arange(7.0)[:, None]
+    low = exact + 0.5
+    got = by_quartile(fast, exact, low, exact + 2, dtype=7)
+    assert [numbers["max_abs"] for numbers in got] == [1.0, 3.0, 5.0, 6.0]
+    assert [numbers["mean_abs"] for numbers in got] == [0.5, 2.5, 4.5, 6.0]
+    assert got[3]["roundoff_ratio"] == pytest.approx(3.0)
+    assert got[3] == deviation(fast[:, 6:], exact[:, 6:], low[:, 6:], exact[:, 6:] + 2, dtype=7)
+    assert by_quartile(fast, exact)[0].keys() == deviation(fast, exact).keys()
+
+
+def test_quartiles_show_what_the_first_rows_of_a_causal_map_hide():
+    q, k, v = (normal(1, 1, 256, 16, seed=i).bfloat16() for i in range(3))
+    exact, _ = exact_attention(q, k, v, causal=True)
+    fast = flash(q, k, v)
+    fast[:, :, 200] += 0.01  # too small to be seen in the whole
+    got = [numbers["max_abs"] for numbers in by_quartile(fast, exact)]
+    assert max(got[1:3]) < got[3] < 0.02
+    assert deviation(fast, exact)["max_abs"] == max(got)
+
+
+def test_a_nan_in_one_quarter_of_the_reference_hides_nothing():
+    exact, fast = torch.ones(8, 1), torch.ones(8, 1)
+    exact[0], fast[1], fast[7] = math.nan, 3.0, math.nan
+    got = by_quartile(fast, exact)
+    assert [numbers["max_abs"] for numbers in got] == [2.0, 0.0, 0.0, math.inf]
+    assert [numbers["nonfinite_exact"] for numbers in got] == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_quartiles_need_four_rows():
+    for shape in ((3, 5), (9,)):
+        with pytest.raises(ValueError, match=r"\[..., q, d\] with q >= 4, got shape"):
+            by_quartile(torch.ones(shape), torch.ones(shape))
+    with pytest.raises(ValueError, match="exact must have the shape of fast"):
+        by_quartile(torch.ones(4, 1), torch.ones(5, 1))
 
 
 # --- laws ----------------------------------------------------------------------------------------

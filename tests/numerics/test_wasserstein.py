@@ -86,8 +86,63 @@ def test_is_blind_to_permutation_where_relative_l2_is_not():
 def test_chunks_add_up(monkeypatch):
     a, b = draw(4, 1000, torch.float32), draw(5, 1000, torch.float32)
     whole = wasserstein(a, b)
-    monkeypatch.setattr(module, "_CHUNK", 7)
+    monkeypatch.setattr(module, "CHUNK", 7)
     assert wasserstein(a, b) == pytest.approx(whole, rel=1e-14)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**6), st.integers(1, 60), st.integers(1, 60), st.sampled_from([1, 2.5]))
+def test_unequal_sizes_in_small_chunks(seed, n, m, p):
+    a, b = draw(seed, n, torch.float64), draw(seed + 1, m, torch.float64)
+    expected = wasserstein(a.repeat_interleave(m), b.repeat_interleave(n), p)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CHUNK", 7)
+        assert wasserstein(a, b, p) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float16, torch.float8_e5m2])
+def test_counting_is_the_sorted_distance(other):  # cases.md 96
+    a, b = draw(8, 5000, torch.bfloat16), draw(9, 3000, other, 1.5)
+    assert wasserstein(a, b) == pytest.approx(wasserstein(a.double(), b.double()), rel=1e-13)
+    assert wasserstein(a, b, 2) == pytest.approx(wasserstein(a.double(), b.double(), 2), rel=1e-13)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:4])
+def test_zeros_of_both_signs_and_the_extremes(dtype):
+    top = torch.finfo(dtype).max
+    a = torch.tensor([0.0, -0.0, top, -top], dtype=dtype)
+    assert wasserstein(a, torch.tensor([-0.0, -top, 0.0, top], dtype=dtype)) == 0.0
+    assert ordered(a).tolist() == [-top, 0.0, 0.0, top]
+
+
+def test_an_overflow_to_half_is_an_error_that_counts():  # cases.md 94, 96
+    a = torch.tensor([1.0, 70000.0, -70000.0])
+    with pytest.raises(ValueError, match="got 2 non-finite of 3 in b"):
+        wasserstein(a, a.half())
+    with pytest.raises(ValueError, match="got 2 non-finite of 3 in a"):
+        wasserstein(a.half(), a.half())
+
+
+@pytest.mark.slow
+def test_twenty_million_values():  # cases.md 99
+    a, b = torch.rand(20_000_000), torch.rand(20_000_000).bfloat16()
+    assert 0 < wasserstein(a, b) < 1e-3
+    assert 0 < wasserstein(a.bfloat16(), b) < 1e-3
+
+
+def test_inputs_keep_their_order_and_graphs_are_left_alone():
+    a = torch.tensor([3.0, 1.0], requires_grad=True)
+    assert wasserstein(a, torch.tensor([[1.0], [3.0]])) == 0.0
+    assert a.tolist() == [3.0, 1.0]
+    assert wasserstein(draw(1, 12, torch.float32).view(3, 4).T, draw(1, 12, torch.float32)) == 0.0
+
+
+def test_int8_and_meta_are_named():
+    a = torch.ones(2)
+    with pytest.raises(ValueError, match="expected floating-point values, got torch.int8 in b"):
+        wasserstein(a, a.to(torch.int8))
+    with pytest.raises(ValueError, match="got a meta tensor without any in a"):
+        wasserstein(a.to("meta"), a)
 
 
 def test_one_sort_serves_many():

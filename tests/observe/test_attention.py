@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stabilitykit.observe.attention import Sample, measured, unmeasurable, worst
+from stabilitykit.catalog import family
+from stabilitykit.observe.attention import NUMBERS, measured, unmeasurable, worst
+from stabilitykit.observe.sample import Look, Sample, covered_within
 from stabilitykit.observe.tap import Tap
 
 HEALTHY_FLOAT32 = 2e-6  # relative L2 of a float32 kernel over rows of up to 64 keys
@@ -104,23 +106,40 @@ def test_a_nan_of_the_kernel_is_counted_and_not_hidden():
     assert row["rel_l2"] == math.inf
 
 
-def test_dropout_in_the_kernel_is_a_reason_not_a_deviation():
+def test_dropout_is_compared_where_its_mask_is_known_and_is_a_reason_where_not():
     call = call_of(dropout_p=0.1)
+    row = measured(call, sample_of(call))
+    assert row["rel_l2"] < HEALTHY_FLOAT32
+    assert row["grad_rel_l2"] < HEALTHY_FLOAT32
+    del call.kwargs["dropout_mask"]
     assert unmeasurable(call) == "dropout 0.1 in the kernel, its mask is not known"
 
 
-def test_the_sample_depends_on_the_seed_alone_and_fits_the_call():
-    call = call_of()
-    draws = [Sample.draw(call, "7/a", heads=2, rows=99, sequences=9) for _ in range(2)]
-    assert draws[0] == draws[1]
-    assert (draws[0].rows, draws[0].sequences) == (list(range(32)), [0, 1])
-    others = {tuple(Sample.draw(call, str(s), heads=2, rows=8, sequences=1).heads) for s in range(40)}
-    assert len(others) == 6  # every pair of 4 heads has its turn
+@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_wrong_dk_of_one_key_head_is_found_at_whichever_head_it_is(rows, dtype):
+    call = call_of(dtype, heads=6, key_heads=2, enable_gqa=True, is_causal=True)
+    assert call.dk is not None
+    call.dk[:, 1] *= 1.1
+    size = {"heads": 6, "rows": rows, "sequences": 1}
+    found = {}
+    for number in range(covered_within(call, 6, rows)):
+        row = measured(call, Sample.draw(call, "s", **size, look=Look(number)))
+        found |= {h["head"]: h["dk_roundoff_ratio"] for h in row["heads"] if "dk_roundoff_ratio" in h}
+    assert set(found) == {0, 3}
+    assert found[3] > 8 * found[0]
+    assert row["roundoff_ratio"] < 100
 
 
-def test_a_head_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match=r"expected heads in 0\.\.3, got \[4, -1\]"):
-        Sample.draw(call_of(), "s", heads=[1, 4, -1], rows=1, sequences=1)
+def test_what_is_not_sampled_is_not_looked_at():
+    call = call_of(is_causal=True)
+    sample = sample_of(call)
+    other = next(head for head in range(4) if head not in sample.heads)
+    before = measured(call, sample)
+    for tensor in (call.out, call.dq, call.dk, call.dv):
+        assert tensor is not None
+        tensor[:, other] = 77.0
+    assert measured(call, sample) == before
 
 
 def test_watching_draws_no_random_number():
@@ -128,6 +147,10 @@ def test_watching_draws_no_random_number():
     before = torch.get_rng_state()
     measured(call, sample_of(call))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_numbers_are_the_keys_of_the_catalog():
+    assert {f"attention/{name}" for name in NUMBERS} == {metric.key for metric in family("attention")}
 
 
 def test_worst_knows_which_way_is_bad():

@@ -85,7 +85,13 @@ def zeroed(q, k, v):
     return s.softmax(-1).masked_fill(padding(), 0.0) @ v
 
 
-KNOWN = [nano_gpt, gemma, t5, in_place, gpt_neo, merged, einsum, grouped, zeroed]
+def ellipsis(q, k, v):
+    s = torch.einsum("... i d, ... j d -> ... i j", q, k)
+    s = s - s.amax(-1, keepdim=True).detach()
+    return torch.einsum("...ij,...jd->...id", s.softmax(-1), v)
+
+
+KNOWN = [nano_gpt, gemma, t5, in_place, gpt_neo, merged, einsum, grouped, zeroed, ellipsis]
 
 
 class Block(nn.Module):
@@ -162,6 +168,9 @@ UNKNOWN = {
     "assignment": lambda q, k, v: assigned(q @ k.mT).softmax(-1) @ v,
     "not over the keys": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
     "tanh after the mask": lambda q, k, v: (q @ k.mT + CAUSAL).tanh().softmax(-1) @ v,
+    "a bias made of its own scores": lambda q, k, v: biased_by_itself(q @ k.mT).softmax(-1) @ v,
+    "all hidden, by a finite number": lambda q, k, v: hidden_rows(q @ k.mT).softmax(-1) @ v,
+    "a sum or": lambda q, k, v: torch.add(CAUSAL, q @ k.mT, alpha=0.5).softmax(-1) @ v,
     "a fill with 0": lambda q, k, v: (q @ k.mT).masked_fill(CAUSAL == 0, 0.0).softmax(-1) @ v,
     "cat": lambda q, k, v: torch.cat([q @ k.mT, torch.zeros(B, H, N, 1)], -1).softmax(-1)[..., :-1] @ v,
     "a product or quotient": lambda q, k, v: ((q @ k.mT).softmax(-1) * CAUSAL) @ v,
@@ -176,6 +185,15 @@ def assigned(scores):
     return scores
 
 
+def biased_by_itself(scores):
+    return scores + scores.tanh()
+
+
+def hidden_rows(scores):
+    """The first two rows see no key: such a row weighs all keys alike and has no gradient."""
+    return scores.masked_fill(torch.arange(N)[:, None] < 2, LOWEST)
+
+
 @pytest.mark.parametrize("reason", UNKNOWN)
 def test_what_is_not_understood_is_named_with_its_reason_and_left_alone(reason):
     calls, plain = [], run(UNKNOWN[reason])[0]
@@ -183,6 +201,21 @@ def test_what_is_not_understood_is_named_with_its_reason_and_left_alone(reason):
     assert calls == []
     assert list(tap.unseen) == ["inner"]
     assert reason in tap.unseen["inner"]
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+@pytest.mark.parametrize("second", ["bhij,bhjd->bhid", "bhij,ijd->bhid"])
+def test_probabilities_that_weigh_two_values_are_named_since_dq_is_that_of_both(second):
+    relative = torch.randn(B, H, N, D) if "bhjd" in second else torch.randn(N, N, D)
+
+    def attention(q, k, v):
+        probs = (q @ k.mT).softmax(-1)
+        return probs @ v + torch.einsum(second, probs, relative.to(probs.dtype))
+
+    calls, plain = [], run(attention)[0]
+    watched, tap = run(attention, calls)
+    assert calls == []
+    assert list(tap.unseen) == ["inner"]
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
 
@@ -222,8 +255,36 @@ def test_multihead_attention_with_weights_is_seen_by_heads(masked, autocast):
     assert (call.out - exact).norm() / exact.norm() < (2**-7 if autocast else 2e-6)
 
 
+def test_a_softmax_of_a_product_without_a_record_is_named_whatever_its_module_is_called():
+    def mixed(q, k, v):
+        probs = torch.einsum("bhij,hg->bgij", (q @ k.mT).softmax(-1), torch.eye(H, dtype=q.dtype))
+        return probs @ v
+
+    calls = []
+    _, tap = run(mixed, calls)
+    assert calls == []
+    assert "a softmax of a product ran and left no record" in tap.unseen["inner"]
+
+
 def test_without_gradients_it_comes_when_the_tap_closes():
     calls = []
     with Tap(Block(nano_gpt), calls.append), torch.no_grad():
         nano_gpt(*torch.randn(3, B, H, N, D))
     assert [call.dq for call in calls] == [None]
+
+
+def test_heads_of_multihead_attention_are_not_those_of_what_comes_after_it():
+    layer, calls = nn.MultiheadAttention(16, 4, batch_first=True), []
+    x = torch.randn(3, N, 16)
+    with Tap(layer, calls.append):
+        y = layer(x, x, x)[0]
+        ((y @ y.mT).softmax(-1) @ y).sum().backward()
+    assert sorted(tuple(call.q.shape) for call in calls) == [(3, 1, N, 16), (3, 4, N, 4)]
+
+
+def test_an_empty_batch_is_no_call():
+    calls = []
+    with Tap(Block(nano_gpt), calls.append):
+        x = torch.randn(0, H, N, D)
+        assert ((x @ x.mT).softmax(-1) @ x).shape == x.shape
+    assert calls == []

@@ -2,13 +2,12 @@
 
 import contextlib
 
-import flash_stand_in  # noqa: F401  installs the stand-in, or skips
 import pytest
 import torch
-from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from flash_stand_in import flash_attn
 from stabilitykit.numerics.exact import exact_attention, exact_attention_grad
 from stabilitykit.observe.exactly import attend_exactly, exact_options
 from stabilitykit.observe.tap import Tap
@@ -19,18 +18,18 @@ SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.05])
 
 
 def fixed(q, k, v, **options):
-    return flash_attn_func(q.view(B, N, H, D), k.view(B, M, G, D), v.view(B, M, G, D), **options)
+    return flash_attn.flash_attn_func(q.view(B, N, H, D), k.view(B, M, G, D), v.view(B, M, G, D), **options)
 
 
 def packed(q, k, v, **options):
     q, k, v = q.view(-1, H, D)[:10], k.view(-1, G, D)[:16], v.view(-1, G, D)[:16]
-    return flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 7, 11, **options)
+    return flash_attn.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 7, 11, **options)
 
 
 def narrow(q, k, v, **options):
     """flash-attn pads heads to a multiple of 8."""
     q, k, v = q.view(B, N, H, D)[..., :5], k.view(B, M, G, D)[..., :5], v.view(B, M, G, D)[..., :5]
-    return flash_attn_func(q, k, v, **options)
+    return flash_attn.flash_attn_func(q, k, v, **options)
 
 
 OPTIONS = [
@@ -95,7 +94,7 @@ def test_it_is_seen_and_is_exact_attention_with_its_options(attention, options, 
 def test_only_what_sdpa_cannot_say_is_said_in_further_options():
     def square(q, k, v):
         q, k, v = (t[: B * N * G * D].view(B, N, G, D) for t in (q, k, v))
-        return flash_attn_func(q, k, v, causal=True)
+        return flash_attn.flash_attn_func(q, k, v, causal=True)
 
     calls = []
     run(square, {}, calls)
@@ -147,7 +146,11 @@ def test_checkpointed_calls_are_seen_once_with_their_gradients(recompute):
 def test_packed_qkv_and_two_calls_in_one_module():
     def twice(q, k, v):
         first, second = (t[: 2 * 5 * 3 * 2 * 8].view(2, 5, 3, 2, 8) for t in (k, v))
-        return flash_attn_qkvpacked_func(first) + flash_attn_qkvpacked_func(second, causal=True) + q.sum()
+        return (
+            flash_attn.flash_attn_qkvpacked_func(first)
+            + flash_attn.flash_attn_qkvpacked_func(second, causal=True)
+            + q.sum()
+        )
 
     calls = []
     run(twice, {}, calls)

@@ -68,6 +68,7 @@ BACKENDS = [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # inductor's own import
 def test_the_run_beside_it_keeps_every_bit_and_its_compiled_code(backend):
     plain, _, compiled = trained(backend, watched=False)
     watched, calls, compiled_beside = trained(backend, watched=True)

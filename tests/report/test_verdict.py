@@ -156,6 +156,17 @@ def test_a_format_without_a_limit_is_not_judged() -> None:
     )
 
 
+def test_a_deviation_is_told_in_its_own_words_once_and_is_over_when_it_closed() -> None:
+    detail = {"id": 1, "kind": "deviation", "start": 30, "end": None, "peak_step": 30, "monitor": "attention"}
+    opened = Record(30, 1, "event", {}, {**detail, "message": "a head 2, output roundoff ratio 12"})
+    found = [finding for finding in findings(Records([*loss(40), opened], [])) if finding.state == "bad"]
+    assert [(finding.subject, finding.since, finding.over) for finding in found] == [("attention", 30, False)]
+    assert found[0].text.startswith("From step 30, a head 2, output roundoff ratio 12")
+    closed = Record(38, 1, "event", {}, {**opened.detail, "end": 38})
+    found = [f for f in findings(Records([*loss(40), opened, closed], [])) if f.state == "bad"]
+    assert [finding.over for finding in found] == [True]
+
+
 def test_other_monitors_events_are_told_in_their_own_words() -> None:
     row = event(7, None, "parity", monitor="RingMonitor", message="ranks 0 and 1 differ")
     assert texts(*loss(9), row)[-1] == "parity at step 7: ranks 0 and 1 differ."

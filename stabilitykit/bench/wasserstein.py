@@ -1,0 +1,119 @@
+"""How long exact Wasserstein distances take, beside scipy and the fastest sort of this machine."""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import wasserstein_distance
+from torch import Tensor, multiprocessing
+from torch import distributed as dist
+
+from stabilitykit.numerics.parts import wasserstein_sharded
+from stabilitykit.numerics.wasserstein import wasserstein
+
+SIZE = 10**7
+RANKS = 2
+SPEED_UP_FLOAT32, SPEED_UP_16_BIT = 10.0, 100.0
+AGREEMENT = 1e-12  # relative: float64 sums of 1e7 values in another order
+
+Split = tuple[Sequence[Tensor], Sequence[Tensor]]  # of one pair: a's and b's part on every rank
+
+
+def wasserstein_bench(rounds: int = 3) -> list[dict[str, Any]]:
+    """Per figure its value beside a limit, timings interleaved; `interval` is the span over rounds.
+
+    Speed-ups are scipy's time over ours, at least `limit` (a ratio above 1 is good); `float32` is our
+    seconds beside those of the fastest sort of both arrays; agreements are relative differences, at
+    most `limit`.
+    """
+    draw = torch.Generator().manual_seed(0)
+    full = (torch.randn(SIZE, generator=draw), 1.01 * torch.randn(SIZE, generator=draw))
+    half = (full[0].bfloat16(), full[1].bfloat16())
+    work: dict[str, Callable[[], Any]] = {
+        "float32": partial(wasserstein, *full),
+        "bf16": partial(wasserstein, *half),
+        "scipy float32": partial(_scipy, *full),
+        "scipy bf16": partial(_scipy, *half),
+        "numpy.sort": lambda: [np.sort(tensor.numpy()) for tensor in full],
+        "torch.sort": lambda: [torch.sort(tensor) for tensor in full],
+    }
+    times: dict[str, list[float]] = {name: [] for name in work}
+    found: dict[str, Any] = {}
+    for _ in range(rounds):
+        for name, call in work.items():
+            started = time.perf_counter()
+            found[name] = call()
+            times[name].append(time.perf_counter() - started)
+    split = on_ranks(RANKS, [(full[0].chunk(RANKS), full[1].chunk(RANKS))])[0]
+    return [
+        _speed_up("float32", times, SPEED_UP_FLOAT32),
+        _speed_up("bf16", times, SPEED_UP_16_BIT),
+        _beside_sort(times),
+        _agreement("float32_agreement", found["float32"], found["scipy float32"]),
+        _agreement("bf16_agreement", found["bf16"], found["scipy bf16"]),
+        _agreement(f"sharded_{RANKS}_ranks_agreement", split, found["float32"]),
+    ]
+
+
+def on_ranks(world: int, pairs: Sequence[Split], p: float = 1) -> list[float]:
+    """`wasserstein_sharded` of each pair on `world` gloo processes of this machine.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: what a rank raised.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(world):
+            own = [(a[rank].clone(), b[rank].clone()) for a, b in pairs]  # a view would be saved whole
+            torch.save(own, Path(folder) / f"parts{rank}.pt")
+        multiprocessing.spawn(_rank, (world, folder, p), nprocs=world)  # pyright: ignore[reportPrivateImportUsage]  torch documents it
+        return torch.load(Path(folder) / "found.pt")
+
+
+def _rank(rank: int, world: int, folder: str, p: float) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    pairs = torch.load(Path(folder) / f"parts{rank}.pt")
+    found = [wasserstein_sharded(a, b, p=p) for a, b in pairs]
+    everywhere = [torch.empty(len(found), dtype=torch.float64) for _ in range(world)]
+    dist.all_gather(everywhere, torch.tensor(found, dtype=torch.float64))
+    if any(not torch.equal(everywhere[0], other) for other in everywhere):
+        raise ValueError(f"expected one distance on all ranks, got {everywhere}")
+    if rank == 0:
+        torch.save(found, Path(folder) / "found.pt")
+    dist.destroy_process_group()
+
+
+def _scipy(a: Tensor, b: Tensor) -> float:
+    return float(wasserstein_distance(a.double().numpy(), b.double().numpy()))
+
+
+def _speed_up(name: str, times: dict[str, list[float]], limit: float) -> dict[str, Any]:
+    ratios = [theirs / ours for theirs, ours in zip(times[f"scipy {name}"], times[name], strict=True)]
+    return _row(f"{name}_speed_up", ratios, "x scipy, at least", limit)
+
+
+def _beside_sort(times: dict[str, list[float]]) -> dict[str, Any]:
+    fastest = min(("numpy.sort", "torch.sort"), key=lambda name: statistics.median(times[name]))
+    limit = statistics.median(times[fastest])
+    return _row("float32", times["float32"], f"s; limit: both sorted by {fastest}", limit)
+
+
+def _agreement(name: str, ours: float, theirs: float) -> dict[str, Any]:
+    return _row(name, [abs(ours - theirs) / theirs], "relative difference, at most", AGREEMENT)
+
+
+def _row(name: str, values: list[float], unit: str, limit: float) -> dict[str, Any]:
+    value = statistics.median(values)
+    return {
+        "name": name,
+        "value": value,
+        "unit": unit,
+        "limit": limit,
+        "ratio": value / limit,
+        "interval": [min(values), max(values)],
+    }

@@ -1,0 +1,1 @@
+"""Attention across ranks: how tokens are dealt out, the ring, its balance and its invariants."""
