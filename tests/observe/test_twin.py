@@ -47,7 +47,19 @@ def apart(twin):
 
 
 @pytest.mark.parametrize(
-    "text", ["same", "float32", "float64", "bfloat16", "jitter", "jitter=1e-3", "seed=4"]
+    "text",
+    [
+        "same",
+        "float32",
+        "float64",
+        "bfloat16",
+        "jitter",
+        "jitter=1e-3",
+        "seed=4",
+        "float16",
+        "lr*0.5+clip=0.1",
+    ]
+    + ["exact_attention+skip=2", "update_rms_clip+beta2=0.5+lr_hold", "float16=unscaled", "attention=math"],
 )
 def test_every_arm_leaves_the_run_unchanged_and_differs_but_for_same(text):
     plain, optimizer = start()
