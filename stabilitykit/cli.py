@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 import traceback
 import webbrowser
@@ -218,17 +219,21 @@ def dashboard(argv: list[str]) -> int:
 def study(argv: list[str]) -> int:
     """Runs an experiment: claims with bands fixed before, numbers, figures."""
     parser = _parser("study", "An experiment: its claims, and with --out a page of its figures.")
-    parser.add_argument("what", type=str, choices=["deviation"])
-    parser.add_argument("--seeds", type=str, default="0,1,2", help="of the random inputs, as 3,4,5")
-    parser.add_argument("--kernel", type=str, help="package.module:function of (q, k, v), in the same table")
+    parser.add_argument("what", type=str, choices=["deviation", "divergence"])
+    parser.add_argument("--seeds", type=str, default="0,1,2", help="of inputs and initialisations, as 3,4,5")
+    parser.add_argument(
+        "--kernel", type=str, help="deviation: package.module:function of (q, k, v), beside ours"
+    )
+    parser.add_argument(
+        "--arms", type=str, help="divergence: more of the ladder, as attention=package:function"
+    )
+    parser.add_argument("--steps", type=int, help="divergence: of each training run")
     parser.add_argument("--out", type=str, help="a folder for NAME.html and NAME.json")
     parser.add_argument("--format", type=str, choices=["table", "json"], default="table")
     args = parser.parse_args(argv)
-    seeds = _seeds(args.seeds)
     from stabilitykit.report.study import CLAIM_COLUMNS, claim_lines, write_study
-    from stabilitykit.studies.deviation import deviation_study
 
-    found = deviation_study(seeds=seeds, kernel=args.kernel)
+    found = _studied(args)
     document = found.to_json()
     if args.out is not None:
         print(write_study(Path(args.out), document, found.figures), file=sys.stderr)
@@ -240,6 +245,22 @@ def study(argv: list[str]) -> int:
         lines = claim_lines(document["claims"])
         print(_table([dict(zip(CLAIM_COLUMNS, line, strict=True)) for line in lines]) + f"\n\n{found.words}")
     return 1 if any(claim["holds"] is False for claim in document["claims"]) else 0
+
+
+def _studied(args: Any) -> Any:
+    seeds = _seeds(args.seeds)
+    own = {"deviation": ("kernel",), "divergence": ("arms", "steps")}[args.what]
+    for name in ("kernel", "arms", "steps"):
+        if getattr(args, name) is not None and name not in own:
+            raise ValueError(f"expected of study {args.what} --{', --'.join(own)}, got --{name}")
+    if args.what == "deviation":
+        from stabilitykit.studies.deviation import deviation_study
+
+        return deviation_study(seeds=seeds, kernel=args.kernel)
+    from stabilitykit.studies.divergence import STEPS, divergence_study
+
+    arms = re.split(r",(?![^()]*\))", args.arms) if args.arms else ()  # not at those of emulated(a=1,b=2)
+    return divergence_study(seeds=seeds, steps=STEPS if args.steps is None else args.steps, arms=arms)
 
 
 def _seeds(text: str) -> list[int]:

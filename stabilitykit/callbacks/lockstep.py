@@ -3,15 +3,16 @@
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from stabilitykit.callbacks.run import world
+from stabilitykit.observe.apart import sharded
 from stabilitykit.observe.arm import Arm
 from stabilitykit.observe.twin import Twin
 
@@ -24,14 +25,15 @@ class Lockstep:
     Forward and backward run before the main ones, where learning rates, steps and random streams are
     still the main run's; the optimizer steps when the main one is about to, through the Trainer's own
     code: unscaling, the module's `on_before_optimizer_step` and `configure_gradient_clipping`. Under
-    manual optimisation the whole `training_step` runs with the twin's optimizers.
+    manual optimisation the whole `training_step` runs with the twin's optimizers. `step` tells the
+    0-based index of the optimizer step in progress.
     """
 
-    def __init__(self, trainer: Any, module: Any, twins: Mapping[str, Twin]):
+    def __init__(self, trainer: Any, module: Any, twins: Mapping[str, Twin], step: Callable[[], int]):
         self.twins = twins
         self._trainer = trainer
         self._module = module
-        self._plugin = trainer.precision_plugin
+        self._step_index = step
         self._losses: dict[str, Tensor | None] = {}
         self._open = ExitStack()
 
@@ -59,6 +61,10 @@ class Lockstep:
             with self._acting(name, twin):
                 _average(twin)
                 twin.step(functools.partial(self._optimizer_step, self._losses[name]))
+
+    @property
+    def _plugin(self) -> Any:
+        return self._trainer.precision_plugin  # the twin's, while it acts
 
     def _optimizer_step(self, loss: Tensor | None, optimizer: Any) -> None:
         self._plugin.optimizer_step(optimizer, model=self._module, closure=lambda: loss)
@@ -99,10 +105,17 @@ class Lockstep:
     def _acting(self, name: str, twin: Twin) -> Iterator[None]:
         """The Trainer has the twin's scaler and optimizers, and no callbacks."""
         trainer, module, strategy = self._trainer, self._module, self._trainer.strategy
+        twin.at = self._step_index()
         with ExitStack() as stack:
             stack.enter_context(_holding(trainer, callbacks=[], should_stop=trainer.should_stop))
             if hasattr(self._plugin, "scaler"):
                 stack.enter_context(_holding(self._plugin, scaler=twin.scaler))
+            elif twin.scaler is not None:
+                plugin = _scaling(self._plugin, twin.scaler, module.device.type)
+                stack.enter_context(_holding(strategy, _precision_plugin=plugin))
+            if twin.arm.clip is not None:  # in place of the run's own clipping
+                nothing = {"configure_gradient_clipping": _nothing, "clip_gradients": _nothing}
+                stack.enter_context(_holding(module, **nothing))
             if not module.automatic_optimization:
                 stack.enter_context(_holding(strategy, _optimizers=[], _lightning_optimizers=[]))
                 strategy.optimizers = twin.optimizers
@@ -127,7 +140,7 @@ class Lockstep:
 def refuse_sharded(trainer: Any, module: Any) -> None:
     """ValueError where parameters are spread over ranks: a twin would silently use the run's own."""
     strategy = type(trainer.strategy).__name__
-    spread = [name for name, p in module.named_parameters() if isinstance(p, DTensor)]
+    spread = sharded(module)
     if spread or any(word in strategy.lower() for word in _SHARDED):
         what = f"{strategy} with sharded parameters" if spread else strategy
         raise ValueError(
@@ -169,6 +182,17 @@ class _Idle:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Nothing."""
+
+
+def _scaling(plugin: Any, scaler: Any, device: str) -> Any:
+    """MixedPrecision with a scaler, of whichever Lightning package the run's plugin comes from."""
+    (home, *_) = (kind.__module__ for kind in type(plugin).__mro__ if kind.__name__ == "Precision")
+    mixed = import_module(home.rpartition(".")[0] + ".amp").MixedPrecision
+    return mixed("16-mixed", device, scaler)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of the run's clipping: the arm clips."""
 
 
 def _idle(schedulers: Any) -> Any:

@@ -19,8 +19,12 @@ from stabilitykit.callbacks.monitor import Monitor
 from stabilitykit.callbacks.run import say, world
 from stabilitykit.numerics.distance import Reference, distances, nonfinite, ratio
 from stabilitykit.observe.arm import Arm
+from stabilitykit.observe.shadow import is_compiled
 from stabilitykit.observe.twin import Twin
+from stabilitykit.observe.update import refuse_lacking
 
+NO_EFFECT = "this arm had no effect"
+_EAGER = "eager twin"
 _LOG = logging.getLogger(__name__)  # not a warning: a run may end anywhere
 
 
@@ -37,7 +41,8 @@ class WeightMonitor(Monitor):
         every_n_steps: a window opens on steps where `(step + 1) % every_n_steps == 0`.
         window: how many steps twins run; None: one set from the start to the end of training, measured
             every `every_n_steps`.
-        arms: in what the twins differ; see `Arm.parse`.
+        arms: in what the twins differ; see `Arm.parse`. Where the model is compiled, an arm that replaces
+            attention runs eager, so it is measured against one more twin, which is eager and no more.
         floor_seeds: how many jittered twins give the floor.
         max_gib: refuse to train when the twins need more memory than this.
 
@@ -76,6 +81,7 @@ class WeightMonitor(Monitor):
             raise ValueError(f"WeightMonitor: expected arms that differ, got {self.arms}")
         self._floor = {f"floor {seed}": Arm.parse("jitter") for seed in range(floor_seeds)}
         self._lockstep: Lockstep | None = None
+        self._told: set[str] = set()
         self._forked_at = 0
         self._measured: int | None = None
         self._restored: dict[str, Any] | None = None
@@ -92,8 +98,11 @@ class WeightMonitor(Monitor):
             raise ValueError(
                 f"WeightMonitor: expected window <= max_steps = {trainer.max_steps}, got {self.window}"
             )
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        for arm in self._arms.values():
+            refuse_lacking(arm, trainer.optimizers, scaled=scaled)
         if self.max_gib is not None:
-            arms = [*self._arms.values(), *self._floor.values()]
+            arms = self._all(pl_module).values()
             needed = sum(twin_bytes(pl_module, trainer.optimizers, arm) for arm in arms) / 2**30
             if needed > self.max_gib:
                 count = sum(p.numel() for p in pl_module.parameters())
@@ -107,27 +116,32 @@ class WeightMonitor(Monitor):
     def open_step(self, trainer: Any, module: Any) -> None:
         """Forks the twins on a due step, or takes up those of a checkpoint."""
         if self._lockstep is None:
-            restored = self._take_restored()
+            restored = self._take_restored(module)
             if restored or self.window is None or self.due:
                 with self._settled(module):
                     self._fork(trainer, module, restored)
+
+    def _all(self, module: Any) -> dict[str, Arm]:
+        replacing = any(arm.attention for arm in self._arms.values())
+        eager = {_EAGER: Arm.parse("eager")} if replacing and is_compiled(module) else {}
+        return {**self._arms, **self._floor, **eager}
 
     def _fork(self, trainer: Any, module: Any, restored: dict[str, Any] | None) -> None:
         self._measured = None
         self._forked_at = restored["forked_at"] if restored else self.run.step
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         twins = {}
-        for name, arm in {**self._arms, **self._floor}.items():
+        for name, arm in self._all(module).items():
             seed = zlib.crc32(f"{name}/{self._forked_at}".encode())
-            twins[name] = Twin(module, trainer.optimizers, arm, scaler=scaler, seed=seed)
+            twins[name] = Twin(module, trainer.optimizers, arm, scaler=scaler, seed=seed, at=self.run.step)
             if restored:
                 twins[name].load_state_dict(restored["twins"][name])
-        self._lockstep = Lockstep(trainer, module, twins)
+        self._lockstep = Lockstep(trainer, module, twins, lambda: self.run.step)
         self._lockstep.open(partial(self._settled, module))
 
-    def _take_restored(self) -> dict[str, Any] | None:
+    def _take_restored(self, module: Any) -> dict[str, Any] | None:
         restored, self._restored = self._restored, None
-        if restored is None or set(restored["twins"]) == {*self._arms, *self._floor}:
+        if restored is None or set(restored["twins"]) == set(self._all(module)):
             return restored
         say(
             f"WeightMonitor: the checkpoint's twins ({', '.join(restored['twins'])}) are not those asked "
@@ -201,8 +215,24 @@ class WeightMonitor(Monitor):
         main = next(iter(twins.values())).pairs()[0]
         others = {name: twin.pairs()[1] for name, twin in twins.items()}
         arms = {arm: others[name] for name, arm in self._arms.items()}
-        values, detail = compared(main, arms, [others[name] for name in self._floor])
-        self.write(self.run.step, values, {**detail, "forked_at": self._forked_at, "window": self.window})
+        floor = [others[name] for name in self._floor]
+        values, detail = compared(main, arms, floor, eager=others.get(_EAGER))
+        detail |= {"forked_at": self._forked_at, "window": self.window}
+        unreplaced = {arm.text: twins[name].unreplaced for name, arm in self._arms.items()}
+        if any(unreplaced.values()):
+            detail["unreplaced"] = {text: told for text, told in unreplaced.items() if told}
+        self.write(self.run.step, values, detail)
+        self._tell(detail)
+
+    def _tell(self, detail: dict[str, Any]) -> None:
+        """What a user may take for a measurement and is none, once per arm."""
+        said = dict.fromkeys(detail.get("no_effect", ()), NO_EFFECT)
+        for arm, modules in detail.get("unreplaced", {}).items():
+            name, why = next(iter(modules.items()))
+            said[arm] = f"attention is not replaced in {len(modules)} modules, the first {name!r}: {why}"
+        for arm in said.keys() - self._told:
+            _LOG.warning(f"WeightMonitor: arm {arm!r}, step {self.run.step}: {said[arm]}")
+        self._told |= said.keys()
 
     def memory(self) -> dict[str, Any]:
         """The twins of an open window, tensors and all."""
@@ -220,21 +250,32 @@ def compared(
     main: Mapping[str, Tensor],
     arms: Mapping[Arm, Mapping[str, Tensor]],
     floor: Sequence[Mapping[str, Tensor]],
+    *,
+    eager: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Values and detail of a record: each arm's tensors against the run's, beside the jittered ones'."""
+    """Values and detail of a record: each arm's tensors against the run's, beside the jittered ones'.
+
+    Arms that replace attention are held against the `eager` twin, where there is one.
+    """
     reference = Reference(main)
+    written = reference if eager is None else Reference(eager)
     jittered = [reference.distance(tensors) for tensors in floor]
     floors = {key: [row[key] for row in jittered] for key in ("w1", "rel_l2")}
     values: dict[str, float] = {}
     tensors, words, bad = {}, {}, {"main": nonfinite(main.values())}
     for arm, other in arms.items():
-        row = reference.distance(other)
+        start = main if eager is None or arm.attention is None else eager
+        row = (reference if start is main else written).distance(other)
         row |= {f"{key}_over_floor": ratio(row[key], median(of)) for key, of in floors.items() if of}
         values |= {f"weights/{arm.key}/{key}": number for key, number in row.items()}
-        tensors[arm.text] = distances(main, other)
+        tensors[arm.text] = distances(start, other)
         bad[arm.text] = nonfinite(other.values())
         words[arm.text] = verdict(arm, row, floors["rel_l2"], bad["main"], bad[arm.text])
     detail: dict[str, Any] = {"tensors": tensors, "floor": floors, "verdict": words}
+    if without := [arm for arm, told in words.items() if told == NO_EFFECT]:
+        detail["no_effect"] = without
+    if eager is not None:
+        detail["against_eager"] = [arm.text for arm in arms if arm.attention is not None]
     return values, {**detail, "nonfinite": bad} if any(bad.values()) else detail
 
 
@@ -243,7 +284,7 @@ def verdict(arm: Arm, row: Mapping[str, float], floor: Sequence[float], main_bad
     if main_bad or twin_bad:
         return f"not finite: {main_bad} weights of the run, {twin_bad} of the twin"
     if row["max_abs"] == 0 and arm.text != "same":
-        return "this arm had no effect"
+        return NO_EFFECT
     if not floor:
         return "no floor was measured"
     if not all(map(math.isfinite, floor)):

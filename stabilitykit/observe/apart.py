@@ -2,13 +2,16 @@
 
 import copy
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import numpy
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from stabilitykit.observe.tap import Tap
@@ -70,6 +73,35 @@ def autocast(devices: Iterable[torch.device], dtype: torch.dtype | Literal[False
             on: dict[str, Any] = {"dtype": dtype} if dtype else {}
             stack.enter_context(torch.autocast(kind, enabled=bool(dtype), cache_enabled=False, **on))
         yield
+
+
+@contextmanager
+def precision(
+    devices: Iterable[torch.device],
+    autocast_to: torch.dtype | Literal[False] | None,
+    default: torch.dtype | None,
+) -> Iterator[None]:
+    """Autocast as `autocast` has it, new tensors in format `default`; None leaves it as it is outside."""
+    before = torch.get_default_dtype()
+    with ExitStack() as stack:
+        if autocast_to is not None:
+            stack.enter_context(autocast(devices, autocast_to))
+        if default is not None:
+            stack.callback(torch.set_default_dtype, before)
+            torch.set_default_dtype(default)
+        yield
+
+
+def as_written(wanted: bool) -> AbstractContextManager[Any]:
+    """Where `wanted`, what is compiled runs as it is written."""
+    if wanted and "torch._dynamo" in sys.modules:  # else nothing is compiled, and the import takes seconds
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
+
+
+def sharded(module: nn.Module) -> list[str]:
+    """Names of the parameters that are spread over ranks: to swap one would leave the run's in use."""
+    return [name for name, p in module.named_parameters() if isinstance(p, DTensor)]
 
 
 @contextmanager

@@ -1,5 +1,6 @@
-"""Arm: the one respect in which a twin differs from its run."""
+"""Arm: the respect in which a twin differs from its run, and the small language that names it."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-VALID = "same, float32, float64, bfloat16, jitter, jitter=FACTOR, seed=N, or several joined by +"
+from stabilitykit.observe.replacement import KERNELS, replacement
+
+VALID = (
+    "same, float32, float64, bfloat16, float16, float16=unscaled, jitter, jitter=FACTOR, seed=N, eager, "
+    f"exact_attention, attention={'|'.join(KERNELS)}|emulated(SETTING=VALUE,...)|package:function, "
+    "skip=STEP, skip=FIRST-LAST, lr*FACTOR, lr_hold, clip=NORM, update_rms_clip, beta2=DECAY, or several "
+    "joined by +"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,42 +24,73 @@ class Arm:
     """What a twin does differently; `Arm.parse` makes one from its text.
 
     `dtype`: what parameters, buffers and optimizer state are cast to (None: as stored). `autocast`:
-    the format of autocast, False for off, None for as the run has it. `jitter`: a relative factor or
-    "ulp". `seed`: what the twin's random stream starts from.
+    the format of autocast, False for off, None for as the run has it. `scaled`: whether the loss is
+    scaled (None: as the run's). `jitter`: a relative factor or "ulp". `seed`: what the twin's random
+    stream starts from. `eager`: what is compiled runs as written. `attention`: what takes the place of
+    every attention. `skip`: first and last of the optimizer steps that are left out, data and all.
+    `lr`: a factor. `lr_held`: the learning rate stays what it was at the fork. `clip`: the largest
+    norm of an optimizer's gradient, in place of the run's clipping. `rms_clip`: each tensor's learning
+    rate over max(1, RMS of g / sqrt(v)). `beta2`: Adam's second decay rate.
     """
 
     text: str
     dtype: torch.dtype | None = None
     autocast: torch.dtype | Literal[False] | None = None
+    scaled: bool | None = None
     jitter: float | Literal["ulp"] | None = None
     seed: int | None = None
+    eager: bool = False
+    attention: str | None = None
+    skip: tuple[tuple[int, int], ...] = ()
+    lr: float | None = None
+    lr_held: bool = False
+    clip: float | None = None
+    rms_clip: bool = False
+    beta2: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
-        """The arm of a text such as "float32", "jitter=1e-6" or "bfloat16+seed=3".
+        """The arm of a text such as "float32", "lr*0.5+skip=120-125" or "bfloat16+attention=math".
+
+        `skip` may be said several times, everything else once.
 
         Raises:
-            ValueError: a word that is no arm (the valid ones are listed), two words that set the same
-                thing, a jitter of 0.
+            ValueError: a word that is no arm, two words that set the same thing (the valid ones are
+                listed); a value out of its range; attention that cannot be imported or set up.
 
         >>> Arm.parse("jitter=1e-6").key
         'jitter_1e_6'
+        >>> Arm.parse("skip=7+lr*1e-1+skip=9-12").skip
+        ((7, 7), (9, 12))
         """
         settings: dict[str, Any] = {}
-        for word in text.split("+"):
-            name, _, value = word.strip().partition("=")
-            if name not in _WORDS or (name == "same" and "+" in text):
+        for word in (part.strip() for part in re.split(r"\+(?![0-9])", text)):  # not at that of 1e+3
+            head = _HEAD.match(word)
+            name = head[0] if head else ""
+            if name not in _WORDS or (name == "same" and text.strip() != name):
                 raise ValueError(f"expected an arm ({VALID}), got {text!r}")
-            for field, setting in _WORDS[name](word.strip(), value).items():
-                if field in settings:
-                    raise ValueError(f"expected each respect once in an arm, got two for {field} in {text!r}")
-                settings[field] = setting
+            for field, setting in _WORDS[name](word, word[len(name) :]).items():
+                if field in settings and field != "skip":
+                    raise ValueError(
+                        f"expected each respect once in an arm ({VALID}), got two for {field} in {text!r}"
+                    )
+                settings[field] = settings.get(field, ()) + setting if field == "skip" else setting
         return cls(text, **settings)
 
     @property
     def key(self) -> str:
         """The text as part of a metric's key."""
         return re.sub("[^a-zA-Z0-9]+", "_", self.text)
+
+    @property
+    def steps_otherwise(self) -> bool:
+        """Whether its optimizers' steps are others than the run's would be on the same gradients."""
+        changed = (self.lr, self.clip, self.beta2) != (None, None, None)
+        return changed or self.lr_held or self.rms_clip
+
+    def skips(self, step: int) -> bool:
+        """Whether the optimizer step of this 0-based index is left out."""
+        return any(first <= step <= last for first, last in self.skip)
 
     def cast(self, tensor: Tensor) -> Tensor:
         """The tensor in the arm's format; integers and bools as they are."""
@@ -70,40 +109,70 @@ class Arm:
         return self.cast(own)
 
 
-def _bare(**settings: Any) -> Callable[[str, str], dict[str, Any]]:
+_HEAD = re.compile(r"[a-z0-9_]+[=*]?")
+_Read = Callable[[str, str], dict[str, Any]]
+
+
+def _bare(**settings: Any) -> _Read:
     def read(word: str, value: str) -> dict[str, Any]:
-        if "=" in word:
+        if value:
             raise ValueError(f"expected an arm ({VALID}), got {word!r}")
         return settings
 
     return read
 
 
-def _jitter(word: str, value: str) -> dict[str, Any]:
-    if "=" not in word:
-        return {"jitter": "ulp"}
-    factor = _number(float, word, value)
-    if not 0 < factor < 1:
-        raise ValueError(f"expected a jitter factor between 0 and 1, got {word!r}; 'same' changes nothing")
-    return {"jitter": factor}
+def _number(
+    field: str, what: str, fits: Callable[[float], bool], kind: Callable[[str], Any] = float
+) -> _Read:
+    def read(word: str, value: str) -> dict[str, Any]:
+        try:
+            number = kind(value)
+        except ValueError:
+            raise ValueError(f"expected an arm ({VALID}), got {word!r}") from None
+        if not fits(number):
+            raise ValueError(f"expected {what}, got {word!r}; 'same' changes nothing")
+        return {field: number}
+
+    return read
 
 
-def _seed(word: str, value: str) -> dict[str, Any]:
-    return {"seed": _number(int, word, value)}
+def _float16(word: str, value: str) -> dict[str, Any]:
+    if value != "unscaled":
+        raise ValueError(f"expected float16 or float16=unscaled, without loss scaling, got {word!r}")
+    return {"autocast": torch.float16, "scaled": False}
 
 
-def _number(kind: Callable[[str], Any], word: str, value: str) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        raise ValueError(f"expected an arm ({VALID}), got {word!r}") from None
+def _attention(word: str, value: str) -> dict[str, Any]:
+    replacement(value)
+    return {"attention": value}
 
 
-_WORDS: dict[str, Callable[[str, str], dict[str, Any]]] = {
+def _skip(word: str, value: str) -> dict[str, Any]:
+    steps = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", value)
+    first, last = (int(steps[1]), int(steps[2] or steps[1])) if steps else (1, 0)
+    if first > last:
+        raise ValueError(f"expected skip=STEP or skip=FIRST-LAST of 0-based optimizer steps, got {word!r}")
+    return {"skip": ((first, last),)}
+
+
+_WORDS: dict[str, _Read] = {
     "same": _bare(),
-    "float32": _bare(dtype=torch.float32, autocast=False),
-    "float64": _bare(dtype=torch.float64, autocast=False),
-    "bfloat16": _bare(autocast=torch.bfloat16),
-    "jitter": _jitter,
-    "seed": _seed,
+    "float32": _bare(dtype=torch.float32, autocast=False, scaled=False),
+    "float64": _bare(dtype=torch.float64, autocast=False, scaled=False),
+    "bfloat16": _bare(autocast=torch.bfloat16, scaled=False),
+    "float16": _bare(autocast=torch.float16, scaled=True),
+    "float16=": _float16,
+    "jitter": _bare(jitter="ulp"),
+    "jitter=": _number("jitter", "a jitter factor between 0 and 1", lambda factor: 0 < factor < 1),
+    "seed=": _number("seed", "a seed", lambda seed: True, int),
+    "eager": _bare(eager=True),
+    "exact_attention": _bare(attention="exact"),
+    "attention=": _attention,
+    "skip=": _skip,
+    "lr*": _number("lr", "a finite factor >= 0 that is not 1", lambda f: 0 <= f < math.inf and f != 1),
+    "lr_hold": _bare(lr_held=True),
+    "clip=": _number("clip", "a finite norm > 0", lambda norm: 0 < norm < math.inf),
+    "update_rms_clip": _bare(rms_clip=True),
+    "beta2=": _number("beta2", "a decay rate in [0, 1)", lambda rate: 0 <= rate < 1),
 }

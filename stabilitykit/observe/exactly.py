@@ -48,16 +48,22 @@ def attend_exactly(
     Raises:
         ValueError: as `exact_attention`.
     """
-    options = exact_options(kwargs)
-    p = options["dropout_p"]
-    if p > 0 and options.get("dropout_mask") is None:
-        ones = torch.ones(*q.shape[:3], k.shape[2], dtype=_drawn(q.dtype), device=q.device)
-        options["dropout_mask"] = torch.dropout(ones, p, train=True) != 0
+    options = drawn_options(q, k, kwargs)
     mask = options["mask"]
     if mask is not None and mask.requires_grad:
         return plain_attention(q.to(dtype), k.to(dtype), v.to(dtype), **options).to(q.dtype)
     out: Any = _Exact.apply(q, k, v, {**options, "dtype": dtype})
     return out
+
+
+def drawn_options(q: Tensor, k: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`exact_options`, with the mask of dropout that was not given drawn as the kernel does on a CPU."""
+    options = exact_options(kwargs)
+    p = options["dropout_p"]
+    if p > 0 and options.get("dropout_mask") is None:
+        ones = torch.ones(*q.shape[:3], k.shape[2], dtype=_drawn(q.dtype), device=q.device)
+        options["dropout_mask"] = torch.dropout(ones, p, train=True) != 0
+    return options
 
 
 def _drawn(dtype: torch.dtype) -> torch.dtype:

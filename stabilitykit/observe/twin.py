@@ -11,8 +11,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from stabilitykit.observe.apart import autocast, copied, mute, seed_streams, streams_kept, unseen
+from stabilitykit.observe.apart import (
+    as_written,
+    autocast,
+    copied,
+    mute,
+    precision,
+    seed_streams,
+    sharded,
+    streams_kept,
+    unseen,
+)
 from stabilitykit.observe.arm import Arm
+from stabilitykit.observe.replacement import attending, replacement
+from stabilitykit.observe.update import forked, learning_rates, own_scaler, refuse_lacking
 
 _INTERNAL = frozenset(vars(nn.Module()))  # what every module has; all else in it is its author's
 
@@ -30,12 +42,14 @@ class Twin:
         module: the module of the run.
         optimizers: those of the run; copied with their state, without hooks.
         arm: what differs, an `Arm` or its text.
-        scaler: the run's GradScaler; copied, for arms that leave its precision alone.
+        scaler: the run's GradScaler; copied, for arms that leave its precision alone or scale as well.
         seed: of the jitter's directions.
+        at: 0-based index of the optimizer step that comes first, for arms that skip some.
 
     Raises:
-        ValueError: an arm that does not parse; an optimizer that steps by a closure; and from any pass,
-            a parameter of the run that the pass changed, for the module holds a reference to it.
+        ValueError: an arm that does not parse, or that changes what no optimizer has; an optimizer that
+            steps by a closure; parameters sharded over ranks; and from any pass, a parameter of the run
+            that the pass changed, for the module holds a reference to it, or no attention to replace.
     """
 
     def __init__(
@@ -46,9 +60,18 @@ class Twin:
         *,
         scaler: Any = None,
         seed: int = 0,
+        at: int = 0,
     ):
         self.arm = Arm.parse(arm) if isinstance(arm, str) else arm
+        self.at = at
+        self.unreplaced: dict[str, str] = {}  # by module: why an arm's attention is not in its place
         self._module = module
+        if spread := sharded(module):
+            raise ValueError(
+                f"twin {self.arm.text!r}: expected whole parameters on every rank, got {spread[0]!r} "
+                "sharded; save checkpoints of two runs and compare them with `stabilitykit compare A B`"
+            )
+        refuse_lacking(self.arm, optimizers, scaled=scaler is not None)
         self._mains = dict(module.named_parameters())
         generators = {p.device: torch.Generator(p.device).manual_seed(seed) for p in module.parameters()}
         self._params = {id(p): self._parameter(p, generators[p.device]) for p in self._mains.values()}
@@ -57,10 +80,14 @@ class Twin:
             for name, child in module.named_modules()
         }
         self._main_optimizers = list(optimizers)
-        self.optimizers = [self._optimizer(optimizer) for optimizer in optimizers]
-        same_precision = self.arm.dtype is None and self.arm.autocast is None
-        self.scaler = copy.deepcopy(scaler) if same_precision else None
+        self._held = [learning_rates(optimizer) for optimizer in optimizers]
+        memo: dict[int, Any] = {id(p): self._params[id(p)] for p in self._mains.values()}
+        self.optimizers = [
+            forked(o, memo, self.arm, held) for o, held in zip(optimizers, self._held, strict=True)
+        ]
         self._devices = {p.device for p in self._mains.values()}
+        self.scaler = own_scaler(self.arm, scaler, next(iter(self._devices)))
+        self._attention = None if self.arm.attention is None else replacement(self.arm.attention)
         self._passes = 0
 
     # A training step.
@@ -71,11 +98,15 @@ class Twin:
         """The twin's loss, detached; its gradients are added to those it has.
 
         Both callables run with the twin's tensors in the module, the random stream where the run's is
-        (or at the arm's seed), no open `Tap` watching; `loss_fn` in the arm's precision.
+        (or at the arm's seed), no open `Tap` watching; `loss_fn` in the arm's precision. In a step that
+        the arm skips they do not run, and the loss is None.
         """
-        with self._guarded():
+        if self.arm.skips(self.at):
+            return None
+        attention = attending(self._module, self._attention, self.arm.text)
+        with self._guarded(), as_written(self.arm.eager), attention as self.unreplaced:
             self._seed()
-            with self._precision():
+            with precision(self._devices, self.arm.autocast, self.arm.dtype):
                 loss = loss_fn()
             if loss is not None:
                 with autocast(self._devices, False):
@@ -89,11 +120,13 @@ class Twin:
         `apply` replaces the plain step (unscale, step, zero_grad); it may clip, and runs under the swap.
         """
         self.follow()
-        with self._guarded():
-            for optimizer in self.optimizers:
-                (apply or self._step)(optimizer)
-            if apply is None and self.scaler is not None:
-                self.scaler.update()
+        if not self.arm.skips(self.at):
+            with self._guarded():
+                for optimizer in self.optimizers:
+                    (apply or self._step)(optimizer)
+                if apply is None and self.scaler is not None:
+                    self.scaler.update()
+        self.at += 1
 
     def follow(self) -> None:
         """Learning rates and every other setting of the parameter groups become those of the run."""
@@ -140,6 +173,8 @@ class Twin:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "passes": self._passes,
+            "at": self.at,
+            "held": self._held,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -154,7 +189,9 @@ class Twin:
             optimizer.load_state_dict(saved)
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-        self._passes = state["passes"]
+        self._passes, self.at = state["passes"], state["at"]
+        for own, saved in zip(self._held, state["held"], strict=True):
+            own[:] = saved
 
     # The twin's tensors in the run's module.
 
@@ -214,21 +251,6 @@ class Twin:
             twin.register_hook(hook)
         return twin
 
-    def _optimizer(self, optimizer: Optimizer) -> Optimizer:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("expected optimizers that step without a closure, got LBFGS")
-        # Hooks, and the `step` that a scheduler patches into the instance, belong to the run; what
-        # subclasses add stays (copy.deepcopy of an Optimizer would drop that too).
-        kept = {k: v for k, v in vars(optimizer).items() if k != "step" and not k.endswith("_hooks")}
-        memo: dict[int, Any] = {id(p): self._params[id(p)] for p in self._mains.values()}
-        twin = object.__new__(type(optimizer))
-        twin.__setstate__(copy.deepcopy(kept, memo))
-        for state in twin.state.values():
-            # The count of steps keeps its format, as in Optimizer.load_state_dict.
-            tensors = {k: v for k, v in state.items() if k != "step" and isinstance(v, Tensor)}
-            state.update({k: self.arm.cast(v) for k, v in tensors.items()})
-        return twin
-
     # The surroundings of a pass.
 
     @contextmanager
@@ -247,17 +269,6 @@ class Twin:
         # Each pass has its own stream, or every step would draw one and the same dropout mask.
         if self.arm.seed is not None:
             seed_streams(zlib.crc32(f"{self.arm.seed}/{self._passes}".encode()))
-
-    @contextmanager
-    def _precision(self) -> Iterator[None]:
-        default = torch.get_default_dtype()
-        with ExitStack() as stack:
-            if self.arm.autocast is not None:
-                stack.enter_context(autocast(self._devices, self.arm.autocast))
-            if self.arm.dtype is not None:
-                stack.callback(torch.set_default_dtype, default)
-                torch.set_default_dtype(self.arm.dtype)
-            yield
 
     def _backward(self, loss: Tensor) -> None:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from scipy.stats import t as student
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -51,6 +53,29 @@ def claim(
     """
     holds = all(low <= value <= high for value in values)
     return Claim(text, source, _band(low, high), statistics.median(values), (min(values), max(values)), holds)
+
+
+def comparison(text: str, source: str, ratios: Sequence[float], *, above: bool = False) -> Claim:
+    """The claim that a ratio, one per seed, is below 1, or `above` it, as a rule and not by luck.
+
+    `measured` is the geometric mean, `interval` Student's 95 % interval of it; where 1 lies in that,
+    the claim is "indistinguishable". One seed has no interval, and a ratio that is not a positive
+    number holds nothing.
+
+    >>> comparison("by seed", "", [0.5, 0.4, 0.6]).holds, comparison("noise", "", [0.5, 2.0]).holds
+    (True, 'indistinguishable')
+    """
+    expected = f"{'above' if above else 'below'} 1 (95 % over seeds)"
+    if not all(0 < ratio < math.inf for ratio in ratios):
+        worst = (min(ratios), max(ratios))
+        return Claim(text, source, expected, statistics.median(ratios), worst, False)
+    logs = [math.log(ratio) for ratio in ratios]
+    middle, reach = statistics.mean(logs), math.inf
+    if len(logs) > 1:
+        reach = statistics.stdev(logs) / math.sqrt(len(logs)) * float(student.ppf(0.975, len(logs) - 1))
+    low, high = math.exp(middle - reach), math.exp(middle + reach) if middle + reach < 700 else math.inf
+    holds = "indistinguishable" if low <= 1 <= high else (low > 1) == above
+    return Claim(text, source, expected, math.exp(middle), (low, high), holds)
 
 
 def _band(low: float, high: float) -> str:

@@ -1,8 +1,5 @@
 """Every real kernel of this device, and a user's own, beside exact attention in one table."""
 
-import importlib
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +12,7 @@ from stabilitykit.catalog import CATALOG
 from stabilitykit.numerics.deviation import by_quartile, deviation, perturb
 from stabilitykit.numerics.exact import exact_attention, exact_attention_grad, plain_attention
 from stabilitykit.observe.attention import measured
+from stabilitykit.observe.replacement import loaded
 from stabilitykit.observe.sample import Sample
 from stabilitykit.observe.tap import AttentionCall
 from stabilitykit.studies.claims import Claim, claim
@@ -185,22 +183,7 @@ def load_kernel(spec: str) -> Kernel:
     Raises:
         ValueError: a name that cannot be imported, or is no callable.
     """
-    module_name, _, name = spec.partition(":")
-    if not module_name or not name:
-        raise ValueError(f"expected --kernel package.module:function, got {spec!r}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a script beside the user, as `python -m` finds it
-    try:
-        kernel: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            kernel = getattr(kernel, part)
-    except (ImportError, AttributeError) as problem:
-        raise ValueError(
-            f"expected --kernel to name what can be imported, got {spec!r}: {problem}"
-        ) from problem
-    if not callable(kernel):
-        raise ValueError(f"expected --kernel to name a function, got {type(kernel).__name__} {spec!r}")
-    return kernel  # pyright: ignore[reportReturnType]  callable is all that can be known
+    return loaded(spec, "--kernel ")
 
 
 def user_table(spec: str, kernel: Kernel, seeds: Sequence[int], device: str) -> Iterator[Row]:

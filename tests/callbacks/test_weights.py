@@ -236,7 +236,18 @@ def test_law_1_watching_changes_nothing(tmp_path, window, accumulate):
     plain = trained(tmp_path / "plain", Plain, [], **options)
     stream = torch.get_rng_state()
     monitor = WeightMonitor(
-        3, window=window, arms=["float32", "float64", "bfloat16", "seed=3"], floor_seeds=1
+        3,
+        window=window,
+        arms=[
+            "float32",
+            "float64",
+            "bfloat16",
+            "seed=3",
+            "float16+lr*0.5",
+            "exact_attention+skip=4",
+            "clip=0.1",
+        ],
+        floor_seeds=1,
     )
     watched = trained(tmp_path, Plain, [monitor, LossMonitor(), AttentionMonitor(2)], **options)
     assert equal(plain, watched)
@@ -361,7 +372,7 @@ class Stream(Callback):
 @pytest.mark.parametrize("kind", [Normed, Manual])
 def test_a_resume_in_mid_window_goes_on_bit_for_bit(tmp_path, window, kind):
     def callbacks():
-        return [Stream(), WeightMonitor(4, window=window, arms=["bfloat16", "seed=2"], floor_seeds=1)]
+        return [Stream(), WeightMonitor(4, window=window, arms=["bfloat16+lr_hold", "seed=2"], floor_seeds=1)]
 
     per_step = 2 if kind is Manual else 1  # Lightning counts every optimizer's steps
     whole = trained(tmp_path / "whole", kind, callbacks(), max_steps=9 * per_step)
@@ -491,7 +502,7 @@ def test_an_error_in_a_twin_names_it_and_leaves_the_module_whole(tmp_path):
         ({"max_gib": 0}, "expected max_gib > 0, got 0"),
         ({"arms": []}, "expected a list of at least one arm"),
         ({"arms": "float32"}, "expected a list of at least one arm, got 'float32'"),
-        ({"arms": ["float16"]}, r"expected an arm \(same, float32, .*got 'float16'"),
+        ({"arms": ["float8"]}, r"expected an arm \(same, float32, .*got 'float8'"),
         ({"arms": ["jitter=0"]}, "jitter factor"),
         ({"arms": ["jitter=2"]}, "jitter factor"),
         ({"arms": ["float32", "float32"]}, "expected arms that differ"),

@@ -47,7 +47,19 @@ def apart(twin):
 
 
 @pytest.mark.parametrize(
-    "text", ["same", "float32", "float64", "bfloat16", "jitter", "jitter=1e-3", "seed=4"]
+    "text",
+    [
+        "same",
+        "float32",
+        "float64",
+        "bfloat16",
+        "jitter",
+        "jitter=1e-3",
+        "seed=4",
+        "float16",
+        "lr*0.5+clip=0.1",
+    ]
+    + ["exact_attention+skip=2", "update_rms_clip+beta2=0.5+lr_hold", "float16=unscaled", "attention=math"],
 )
 def test_every_arm_leaves_the_run_unchanged_and_differs_but_for_same(text):
     plain, optimizer = start()
@@ -357,13 +369,93 @@ def test_a_scaler_of_its_own():
     assert apart(twin) == 0  # a power of two scales exactly
 
 
-@pytest.mark.parametrize("text", ["float64", "seed=3", "jitter"])
+def lowest(module, optimizer, steps, scaler):
+    """A run in float16 autocast, as a user writes it."""
+    for index in range(steps):
+        with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+            loss = loss_of(module, index)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("text", "scaled"), [("float16", True), ("float16=unscaled", False)])
+def test_float16_equals_a_float16_run_with_and_without_loss_scaling(text, scaled):
+    module, optimizer = start(dropout=0.0)
+    twin = Twin(module, [optimizer], text)
+    assert (twin.scaler is not None) == scaled
+    run(module, optimizer, [twin], 4)
+    reference, own = start(dropout=0.0)
+    lowest(reference, own, 4, torch.amp.GradScaler("cpu") if scaled else None)
+    for name, p in reference.named_parameters():
+        assert torch.equal(twin.pairs()[1][name], p), name
+    assert apart(twin) > 0
+
+
+@pytest.mark.parametrize(("text", "scaled"), [("float16", True), ("float16=unscaled", False)])
+def test_float16_of_a_float16_run_has_no_effect(text, scaled):
+    module, optimizer = start(dropout=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scaled else None
+    twin = Twin(module, [optimizer], text, scaler=scaler)
+    for index in range(3):
+        with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+            twin.forward_backward(lambda index=index: loss_of(module, index))
+        twin.step()
+    lowest(module, optimizer, 3, scaler)
+    assert apart(twin) == 0
+
+
+@pytest.mark.parametrize("kind", ["float64", "bfloat16", "seed=3"])
+def test_an_arm_that_a_run_is_already_has_no_effect(kind):
+    module, optimizer = start(dropout=0.0)
+    module.to(torch.float64 if kind == "float64" else torch.float32)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    twin = Twin(module, [optimizer], kind)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "bfloat16", cache_enabled=False):
+        run(module, optimizer, [twin], 3)
+    assert apart(twin) == 0
+
+
+def test_a_skipped_step_runs_nothing_and_counts():
+    module, optimizer = start()
+    twin = Twin(module, [optimizer], "skip=11-12", at=10)
+    ran = [twin.forward_backward(lambda: loss_of(module, 0)) is not None and not twin.step() for _ in "x"]
+    before = [p.clone() for p in twin.pairs()[1].values()]
+    for _ in range(2):
+        assert twin.forward_backward(lambda: pytest.fail("ran")) is None
+        twin.step()
+    assert ran == [True]
+    assert all(torch.equal(a, b) for a, b in zip(before, twin.pairs()[1].values(), strict=True))
+    assert twin.at == 13
+    assert twin.forward_backward(lambda: loss_of(module, 0)) is not None
+
+
+def test_sharded_parameters_are_refused_with_what_to_do(tmp_path):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1),
+                                         rank=0, world_size=1)  # fmt: skip
+    try:
+        module = nn.Linear(4, 4)
+        torch.distributed.fsdp.fully_shard(module, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match="got 'weight' sharded; .*`stabilitykit compare A B`"):
+            Twin(module, [], "same")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "text", ["float64", "seed=3", "jitter", "lr_hold+skip=4", "float16", "exact_attention"]
+)
 def test_state_is_taken_up_bit_for_bit(text):
     def forked():
         module, optimizer = start()
         return module, optimizer, Twin(module, [optimizer], text)
 
     module, optimizer, twin = forked()
+    optimizer.param_groups[0]["lr"] = 5e-3  # a schedule's, from here on
     run(module, optimizer, [twin], 3)
     saved = copy.deepcopy(
         (twin.state_dict(), module.state_dict(), optimizer.state_dict(), torch.get_rng_state())
@@ -382,7 +474,7 @@ def test_state_is_taken_up_bit_for_bit(text):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("float16", r"expected an arm \(same, float32, float64, bfloat16, jitter, .*got 'float16'"),
+        ("float8", r"expected an arm \(same, float32, float64, bfloat16, float16, .*got 'float8'"),
         ("", "expected an arm .*got ''"),
         ("same+jitter", "expected an arm .*got 'same\\+jitter'"),
         ("float32=2", "got 'float32=2'"),

@@ -1,8 +1,11 @@
 import math
+import statistics
+from typing import Any
 
 import pytest
+from scipy import stats
 
-from stabilitykit.studies.claims import Claim, Study, claim
+from stabilitykit.studies.claims import Claim, Study, claim, comparison
 
 
 def test_a_claim_holds_when_every_seed_lies_in_the_band_and_reports_median_and_range() -> None:
@@ -28,3 +31,34 @@ def test_the_document_has_the_contracts_fields() -> None:
     assert set(document["claims"][0]) == {"claim", "source", "expected", "measured", "interval", "holds"}
     assert document["results"] == [{"experiment": "e", "n": 1}]
     assert document["claims"][0]["interval"] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "above", "holds"),
+    [
+        ([0.5, 0.52, 0.48], False, True),
+        ([0.5, 0.52, 0.48], True, False),
+        ([2.0, 2.1, 1.9], True, True),
+        ([0.9, 1.2, 1.0], False, "indistinguishable"),
+        ([0.5, 0.52, 5.0], False, "indistinguishable"),
+        ([0.5], False, "indistinguishable"),
+        ([1.0, 1.0], False, "indistinguishable"),
+        ([0.5, math.nan], False, False),
+        ([0.5, 0.0], False, False),
+        ([0.5, math.inf], False, False),
+    ],
+)
+def test_a_comparison_holds_when_the_seeds_leave_no_doubt(
+    ratios: list[float], above: bool, holds: Any
+) -> None:
+    assert comparison("a", "b", ratios, above=above).holds == holds
+
+
+def test_the_interval_of_a_comparison_is_students_on_the_logarithms() -> None:
+    found = comparison("a", "b", [0.5, 0.6, 0.8])
+    logs = [math.log(x) for x in (0.5, 0.6, 0.8)]
+    low, high = stats.t.interval(0.95, 2, loc=statistics.mean(logs), scale=stats.sem(logs))
+    assert found.measured == pytest.approx((0.5 * 0.6 * 0.8) ** (1 / 3))
+    assert found.interval == (pytest.approx(math.exp(low)), pytest.approx(math.exp(high)))
+    assert found.expected == "below 1 (95 % over seeds)"
+    assert comparison("a", "b", [0.5]).interval == (0.0, math.inf)
