@@ -67,10 +67,11 @@ class Scores:
         self.per_block = _ROWS
         if self.causal or self.window:
             self.per_block = min(_ROWS, max(32, self.k.shape[2] // _WASTE))
-        limit = _CPU_SCORES if device.type == "cpu" else _GPU_SCORES
-        most = limit // max(1, min(self.per_block, len(row)) * self.k.shape[2])
-        self.per_chunk = max(1, min(most, len(head)))
         self.blocks = self._blocks()
+        self.scores = [(z.rows.stop - z.rows.start) * (z.some.stop - z.some.start) for z in self.blocks]
+        limit = _CPU_SCORES if device.type == "cpu" else _GPU_SCORES
+        most = limit * len(self.blocks) // max(1, sum(self.scores))
+        self.per_chunk = max(1, min(most, len(head)))
         if self.mask is not None and self.mask.is_floating_point():
             _warn_if_zero_one(self.mask, self.row)
 
@@ -87,8 +88,7 @@ class Scores:
 
     def rooms(self, count: int) -> list[Tensor]:
         """`count` flat tensors that hold the scores of any one block, to be used again and again."""
-        sizes = [(b.rows.stop - b.rows.start) * (b.some.stop - b.some.start) for b in self.blocks]
-        size = self.per_chunk * max(sizes, default=0)
+        size = self.per_chunk * max(self.scores, default=0)
         return [torch.empty(size, dtype=self.dtype, device=self.q.device) for _ in range(count)]
 
     def _blocks(self) -> list[Block]:
