@@ -71,7 +71,7 @@ class Scores:
         self.scores = [(z.rows.stop - z.rows.start) * (z.some.stop - z.some.start) for z in self.blocks]
         limit = _CPU_SCORES if device.type == "cpu" else _GPU_SCORES
         most = limit * len(self.blocks) // max(1, sum(self.scores))
-        self.per_chunk = max(1, min(most, len(head)))
+        self.per_chunk = max(1, min(most, len(self.head)))
         if self.mask is not None and self.mask.is_floating_point():
             _warn_if_zero_one(self.mask, self.row)
 
@@ -80,11 +80,9 @@ class Scores:
         return torch.full(shape, value, dtype=self.dtype, device=self.q.device)
 
     def chunks(self) -> Iterator[slice]:
-        """Ranges of pairs of one batch entry: short ones share one batch of matrix products."""
-        batch, heads, _ = self.shape
-        for start in range(0, batch * heads, max(heads, 1)):
-            for i in range(start, start + heads, self.per_chunk):
-                yield slice(i, min(i + self.per_chunk, start + heads))
+        """Ranges of pairs: short ones share one batch of matrix products."""
+        n, size = len(self.head), self.per_chunk
+        return (slice(i, min(i + size, n)) for i in range(0, n, size))
 
     def rooms(self, count: int) -> list[Tensor]:
         """`count` flat tensors that hold the scores of any one block, to be used again and again."""

@@ -54,7 +54,7 @@ def test_memory_that_grows_with_the_square_is_seen(monkeypatch):
 
 
 def test_exact_attention_is_linear_in_memory():
-    assert bench.exact_memory(lengths=(1024, 4096), d=8)[-1]["ratio"] <= 1
+    assert bench.exact_memory(lengths=(1024, 4096), d=8)[-1]["ratio"] < 1.01
 
 
 def test_the_products_are_seven():
