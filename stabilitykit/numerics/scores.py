@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _ROWS = 128  # query rows per block, enough for fast matrix products
-_WASTE = 16  # if causal, fewer: about 1 key in so many is masked of those that a block looks at
+_CAUSAL_ROWS = 64  # fewer if causal and short: on the diagonal, half of what a block computes is hidden
 # Scores in one block: a CPU wants them in its cache, a GPU wants many.
 _CPU_SCORES, _GPU_SCORES = 1 << 17, 1 << 24
 
@@ -66,7 +66,7 @@ class Scores:
         self.may_be_blind = self.mask is not None or bool((self.span[1] >= self.span[2]).any())
         self.per_block = _ROWS
         if self.causal or self.window:
-            self.per_block = min(_ROWS, max(32, self.k.shape[2] // _WASTE))
+            self.per_block = min(_ROWS, max(_CAUSAL_ROWS, self.k.shape[2] // 16))
         self.blocks = self._blocks()
         self.scores = [(z.rows.stop - z.rows.start) * (z.some.stop - z.some.start) for z in self.blocks]
         limit = _CPU_SCORES if device.type == "cpu" else _GPU_SCORES
