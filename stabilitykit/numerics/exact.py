@@ -193,10 +193,10 @@ def _backward(call: Scores, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                 three.mul_(1 - tanh * tanh)
             dq[pairs, block.rows] = torch.bmm(three, k_seen.mT)
             dk_pairs[..., block.some].baddbmm_(q_rows.mT, three, alpha=call.factor)
-        batch, heads = _place(call, pairs)
-        for i, head in enumerate(call.heads_of_kv[heads]):
-            dk[batch, head] += dk_pairs[i].mT
-            dv[batch, head] += dv_pairs[i].mT
+        for batch, heads, at in _places(call, pairs):
+            for i, head in enumerate(call.heads_of_kv[heads], at.start):
+                dk[batch, head] += dk_pairs[i].mT
+                dv[batch, head] += dv_pairs[i].mT
     return dq.mul_(call.factor).view(*call.shape, dq.shape[-1]), dk, dv
 
 
@@ -215,17 +215,24 @@ class _Operands:
     def load(self, pairs: slice) -> list[Tensor]:
         """Those of a range of pairs, in memory that the next range takes again."""
         call = self.call
-        batch, heads = _place(call, pairs)
-        q = _chosen(call.q[batch], call.heads_of_q[heads])
-        k, v = (_chosen(x[batch], call.heads_of_kv[heads]) for x in (call.k, call.v))
-        q = q if call.rows is None else q[:, call.row]
-        return [room[: len(q)].copy_(x) for room, x in zip(self.rooms, (q, k.mT, v.mT), strict=True)]
+        for batch, heads, at in _places(call, pairs):
+            q = _chosen(call.q[batch], call.heads_of_q[heads])
+            k, v = (_chosen(x[batch], call.heads_of_kv[heads]) for x in (call.k, call.v))
+            q = q if call.rows is None else q[:, call.row]
+            for room, x in zip(self.rooms, (q, k.mT, v.mT), strict=True):
+                room[at].copy_(x)
+        return [room[: pairs.stop - pairs.start] for room in self.rooms]
 
 
-def _place(call: Scores, pairs: slice) -> tuple[int, slice]:
-    """The batch entry of a range of pairs, and which of the wanted heads theirs are."""
-    batch, first = divmod(pairs.start, call.shape[1])
-    return batch, slice(first, first + pairs.stop - pairs.start)
+def _places(call: Scores, pairs: slice) -> Iterator[tuple[int, slice, slice]]:
+    """A range of pairs by batch entry: it, which of the wanted heads, and where these are in the range."""
+    start = pairs.start
+    while start < pairs.stop:
+        batch, first = divmod(start, call.shape[1])
+        last = min(call.shape[1], first + pairs.stop - start)
+        at = start - pairs.start
+        yield batch, slice(first, last), slice(at, at + last - first)
+        start += last - first
 
 
 def _chosen(whole: Tensor, index: list[int]) -> Tensor:

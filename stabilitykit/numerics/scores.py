@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _ROWS = 128  # query rows per block, enough for fast matrix products
-_WASTE = 16  # if causal, fewer: about 1 key in so many is masked of those that a block looks at
+_CAUSAL_ROWS = 64  # fewer if causal and short: on the diagonal, half of what a block computes is hidden
 # Scores in one block: a CPU wants them in its cache, a GPU wants many.
 _CPU_SCORES, _GPU_SCORES = 1 << 17, 1 << 24
 
@@ -67,11 +67,12 @@ class Scores:
         self.may_be_blind = self.mask is not None or bool((self.span[1] >= self.span[2]).any())
         self.per_block = _ROWS
         if self.causal or self.window:
-            self.per_block = min(_ROWS, max(32, self.k.shape[2] // _WASTE))
-        limit = _CPU_SCORES if device.type == "cpu" else _GPU_SCORES
-        most = limit // max(1, min(self.per_block, len(row)) * self.k.shape[2])
-        self.per_chunk = max(1, min(most, len(head)))
+            self.per_block = min(_ROWS, max(_CAUSAL_ROWS, self.k.shape[2] // 16))
         self.blocks = self._blocks()
+        self.scores = [(z.rows.stop - z.rows.start) * (z.some.stop - z.some.start) for z in self.blocks]
+        limit = _CPU_SCORES if device.type == "cpu" else _GPU_SCORES
+        most = limit * len(self.blocks) // max(1, sum(self.scores))
+        self.per_chunk = max(1, min(most, len(self.head)))
         if self.mask is not None and self.mask.is_floating_point():
             _warn_if_zero_one(self.mask, self.row)
 
@@ -80,16 +81,13 @@ class Scores:
         return torch.full(shape, value, dtype=self.dtype, device=self.q.device)
 
     def chunks(self) -> Iterator[slice]:
-        """Ranges of pairs of one batch entry: short ones share one batch of matrix products."""
-        batch, heads, _ = self.shape
-        for start in range(0, batch * heads, max(heads, 1)):
-            for i in range(start, start + heads, self.per_chunk):
-                yield slice(i, min(i + self.per_chunk, start + heads))
+        """Ranges of pairs: short ones share one batch of matrix products."""
+        n, size = len(self.head), self.per_chunk
+        return (slice(i, min(i + size, n)) for i in range(0, n, size))
 
     def rooms(self, count: int) -> list[Tensor]:
         """`count` flat tensors that hold the scores of any one block, to be used again and again."""
-        sizes = [(b.rows.stop - b.rows.start) * (b.some.stop - b.some.start) for b in self.blocks]
-        size = self.per_chunk * max(sizes, default=0)
+        size = self.per_chunk * max(self.scores, default=0)
         return [torch.empty(size, dtype=self.dtype, device=self.q.device) for _ in range(count)]
 
     def _blocks(self) -> list[Block]:

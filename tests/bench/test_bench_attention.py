@@ -11,6 +11,8 @@ def test_every_figure_is_a_row_with_its_limit():
     assert [row["name"] for row in rows] == [
         "exact/tiny",
         "exact/tiny_causal",
+        "exact/tiny_fastest",
+        "exact/tiny_causal_fastest",
         "exact_memory/256",
         "exact_memory/512",
         "exact_memory/growth",
@@ -19,7 +21,7 @@ def test_every_figure_is_a_row_with_its_limit():
         assert set(row) == {"name", "value", "unit", "limit", "ratio", "interval"}
         assert row["ratio"] == row["value"] / row["limit"] > 0
         assert row["interval"][0] <= row["value"] <= row["interval"][1]
-    assert [row["limit"] for row in rows[:2]] == [1.3, 1.3]
+    assert [row["limit"] for row in rows[:4]] == [1.3] * 4
 
 
 def test_the_command_gives_both(monkeypatch):
@@ -57,13 +59,23 @@ def test_exact_attention_is_linear_in_memory():
     assert bench.exact_memory(lengths=(1024, 4096), d=8)[-1]["ratio"] <= 1
 
 
+def test_ratios_by_hand(monkeypatch):
+    seconds = {"plain": 2.0, "whole": 1.5, "blocks": 1.0, "full": 2.4, "causal": 1.3}
+    monkeypatch.setattr(bench, "_fastest", lambda runs: {name: seconds[name] for name in runs})
+    found = bench._ratios((1, 1, 3, 4))  # 2/3 of the scores are visible
+    assert found == pytest.approx({"": 1.2, "_causal": 0.975, "_fastest": 2.4, "_causal_fastest": 1.95})
+
+
 def test_the_products_are_seven():
     q, k, v, g = torch.randn(4, 1, 2, 256, 8).bfloat16()
-    run = bench.products(q, k, v, g, rows=128, heads=1)
-    with torch.profiler.profile() as profile:
-        run()
-    calls = {event.key: event.count for event in profile.key_averages()}
-    assert (calls["aten::bmm"], calls["aten::baddbmm_"]) == (5 * 4, 2 * 4)  # 2 heads in 2 blocks
+    for run, calls in (
+        (bench.whole_products(q, k, v, g), 7),
+        (bench.products(q, k, v, g, rows=128, heads=1), 7 * 4),  # 2 heads in 2 blocks
+    ):
+        with torch.profiler.profile() as profile:
+            run()
+        counts = {event.key: event.count for event in profile.key_averages()}
+        assert counts["aten::bmm"] + counts.get("aten::baddbmm_", 0) == calls
 
 
 @pytest.mark.parametrize(("heads", "rows"), [(1, 128), (2, 256)])
