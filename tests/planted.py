@@ -34,7 +34,7 @@ class Kernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q, k, v, fault: Fault) -> Any:
-        b, h, t, d = q.shape
+        h, t, d = q.shape[1:]
         factor = torch.full((h, 1, 1), 1 / math.sqrt(d))
         factor[fault.heads(h)] *= fault.scale
         seen = torch.ones(h, t, t, dtype=torch.bool).tril()

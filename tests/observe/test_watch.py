@@ -111,14 +111,19 @@ def test_nothing_stays_in_place_after_an_error_of_the_users():
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in model.modules())
 
 
-def test_a_model_without_attention_is_told_once():
+def without_attention():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model) as watched:
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    return watched
+
+
+def test_a_model_without_attention_is_told_once():
     with pytest.warns(UserWarning, match="watch measured nothing: saw no attention") as said:
-        with watch(model) as watched:
-            for _ in range(3):
-                model(torch.ones(1, 2)).sum().backward()
-                optimizer.step()
+        watched = without_attention()
     assert len(said) == 1
     assert watched.numbers == {}
 
