@@ -33,6 +33,9 @@ class Finding:
     over: bool = False
 
 
+_ALONE, _LOOKS = 3.0, 5  # limits over, measured steps: from here on a single reading is a finding
+
+
 def findings(records: Records) -> list[Finding]:
     """What was found on every subject, watched or not; the loss first."""
     return [
@@ -168,7 +171,13 @@ def _off(over: list[Reading], found: Layers) -> Finding:
         when = f"at step {first}"
     else:
         when = f"since step {first}, worst at step {worst.step}, last seen at step {last}"
-    return Finding("attention", "bad", f"Attention is off: {what}, {when}, {where}.", first, last < measured)
+    text = f"Attention is off: {what}, {when}, {where}."
+    steps = {step for points in found.values() for step, _ in points}
+    if worst.key in RATIOS and worst.share < _ALONE and first == last and len(steps) >= _LOOKS:
+        # As AttentionMonitor's events: one look a little over its limit, among many, is no finding yet.
+        text = f"Attention read {what} once, {when}; no look before or after was over."
+        return Finding("attention", "unknown", text, first, last < measured)
+    return Finding("attention", "bad", text, first, last < measured)
 
 
 def _weights(rows: list[Record]) -> Iterator[Finding]:

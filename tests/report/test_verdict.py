@@ -110,6 +110,17 @@ def test_attention_that_was_off_once_is_over() -> None:
     assert first(*rows) == "Something was off in attention, first at step 99; it is over."
 
 
+def test_one_look_a_little_over_among_many_is_told_and_not_called_off() -> None:
+    steps = (9, 19, 29, 39, 49)
+    rows = [attention(step, roundoff_ratio=3.5 if step == 29 else 1.0) for step in steps]
+    assert texts(*rows)[1] == (
+        "Attention read output roundoff ratio 3.5 (limit 3 for bfloat16) in model.blocks.2.attn head 1 "
+        "once, at step 29; no look before or after was over."
+    )
+    for many in (rows[:3], [*rows, attention(59, roundoff_ratio=3.5)]):
+        assert texts(*many)[1].startswith("Attention is off")
+
+
 def test_nan_in_the_kernels_output() -> None:
     rows = [attention(99, nonfinite=12.0, roundoff_ratio="inf"), attention(119, nonfinite=0.0)]
     assert texts(*rows)[1:] == [
