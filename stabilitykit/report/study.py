@@ -114,7 +114,7 @@ def lines(
         )
     layout = frame(height=380)
     layout["xaxis"] = {"title": {"text": x}} | ({"type": "log", "dtick": "D2"} if log_x else {})
-    layout["yaxis"] = {"title": {"text": y}, "type": "log", "automargin": True}
+    layout["yaxis"] = {"title": {"text": y}, "type": "log", "automargin": True, "exponentformat": "power"}
     return {"data": data, "layout": layout}
 
 
