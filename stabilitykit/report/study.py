@@ -30,12 +30,11 @@ def write_study(folder: Path, study: dict[str, Any], figures: Mapping[str, Figur
 
 def _html(study: dict[str, Any], figures: Mapping[str, Figure]) -> str:
     failed = [claim for claim in study["claims"] if claim["holds"] is False]
-    total, drawn = len(study["claims"]), []
-    sentence = f"{total - len(failed)} of {total} claims hold" if failed else f"all {total} claims hold"
+    drawn: list[Figure] = []
     cards = "".join(card(title, figure, (), drawn) for title, figure in figures.items())
     paragraphs = "".join(f"<p>{escape(part)}</p>" for part in study["words"].split("\n\n"))
     body = (
-        verdict("bad" if failed else "good", sentence, paragraphs),
+        verdict("bad" if failed else "good", _summary(study["claims"]), paragraphs),
         f'<section id="claims"><h2>Claims</h2>{grid(CLAIM_COLUMNS, claim_lines(study["claims"]))}</section>',
         f'<section id="figures-drawn"><h2>Figures</h2>{cards}</section>',
         f'<section id="numbers"><h2>Numbers</h2>{_tables(study["results"])}</section>',
@@ -43,6 +42,15 @@ def _html(study: dict[str, Any], figures: Mapping[str, Figure]) -> str:
     navigation = [("claims", "Claims"), ("figures-drawn", "Figures"), ("numbers", "Numbers")]
     title = f"Study: {study['study']}"
     return page(title=title, eyebrow="Study", navigation=navigation, body="\n".join(body), figures=drawn)
+
+
+def _summary(claims: Sequence[dict[str, Any]]) -> str:
+    """How many claims hold, in words."""
+    verdicts = [claim["holds"] for claim in claims]
+    held, undecided = verdicts.count(True), verdicts.count("indistinguishable")
+    if held == len(verdicts):
+        return f"all {held} claims hold"
+    return f"{held} of {len(verdicts)} claims hold" + (f", {undecided} are undecided" if undecided else "")
 
 
 CLAIM_COLUMNS = ("claim", "expected", "measured", "range", "verdict", "source")
@@ -106,7 +114,7 @@ def lines(
         )
     layout = frame(height=380)
     layout["xaxis"] = {"title": {"text": x}} | ({"type": "log", "dtick": "D2"} if log_x else {})
-    layout["yaxis"] = {"title": {"text": y}, "type": "log", "automargin": True}
+    layout["yaxis"] = {"title": {"text": y}, "type": "log", "automargin": True, "exponentformat": "power"}
     return {"data": data, "layout": layout}
 
 

@@ -16,8 +16,8 @@ PAPER = "arXiv 2405.02803"
 BEFORE = "measured on this model at 300 steps, before the study was written"
 UNSCALED, SCALED = "float16, unscaled", "float16, scaled"
 PUBLISHED = (
-    "(published: 1/5 to 1/2, on a text-to-image model, with a recipe and a normalisation of W1 that are "
-    "not told: a proxy)"
+    f"{PAPER}, Fig. 8: 1/5 to 1/2, on a text-to-image model; neither its float16 recipe nor the "
+    "normalisation of W1 is told, so this is a proxy"
 )
 
 
@@ -39,14 +39,13 @@ def divergence_study(
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """Every claim of the study, its band fixed here, held against the rows of `ladder`."""
+    """Every claim of the study, its band fixed here, held against the rows of `ladder`; W1 is the last."""
     steps = sorted({row["step"] for row in rows})
     last, measured = steps[-1], steps[1:]
 
     def over(key: str, rung: str, other: str, step: int = last) -> list[float]:
         return _over(at(rows, rung, key, step), at(rows, other, key, step))
 
-    flash_w1 = "flash in bfloat16 against its baseline: W1 after the last step over that of"
     return [
         claim("two runs of one arm have equal weights throughout (largest difference)",
               "a twin runs the very same operations",
@@ -58,13 +57,13 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
                      f"{PAPER}, Fig. 7, which has no floor",
                      _over(at(rows, "flash", "rel_l2", step), floor_at(rows, "rel_l2", step)), above=True)
           for step in measured),
-        comparison("flash drifts no faster than another initialisation does: slopes of W1",
+        comparison("flash drifts no faster than another initialisation: slopes of W1",
                    f"{PAPER}, Fig. 8", _over(slopes(rows, "flash", "w1"), slopes(rows, OTHER, "w1"))),
-        comparison(f"{flash_w1} float16 without loss scaling against float32 {PUBLISHED}",
-                   f"{PAPER}, Fig. 8", over("w1", "flash", UNSCALED)),
-        comparison(f"{flash_w1} bfloat16 against float32 {PUBLISHED}",
-                   f"{PAPER}, Fig. 8", over("w1", "flash", "bfloat16")),
-        comparison(f"the order turns with the recipe: {flash_w1} float16 with loss scaling against float32",
+        comparison("flash is nearer to its baseline than float16 without loss scaling to float32: W1",
+                   PUBLISHED, over("w1", "flash", UNSCALED)),
+        comparison("flash is nearer to its baseline than bfloat16 to float32: W1",
+                   PUBLISHED, over("w1", "flash", "bfloat16")),
+        comparison("flash is further from its baseline than float16 with loss scaling from float32: W1",
                    f"{BEFORE}: 3.8", over("w1", "flash", SCALED), above=True),
         comparison("flash with a 16-bit running state is further from the baseline: largest difference",
                    f"{BEFORE}: 3.4", over("max_abs", "flash, 16-bit state", "flash"), above=True),

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import tiny
 from stabilitykit.observe.arm import Arm
@@ -58,8 +59,11 @@ def apart(twin):
         "seed=4",
         "float16",
         "lr*0.5+clip=0.1",
-    ]
-    + ["exact_attention+skip=2", "update_rms_clip+beta2=0.5+lr_hold", "float16=unscaled", "attention=math"],
+        "exact_attention+skip=2",
+        "update_rms_clip+beta2=0.5+lr_hold",
+        "float16=unscaled",
+        "attention=math",
+    ],
 )
 def test_every_arm_leaves_the_run_unchanged_and_differs_but_for_same(text):
     plain, optimizer = start()
@@ -439,7 +443,7 @@ def test_sharded_parameters_are_refused_with_what_to_do(tmp_path):
                                          rank=0, world_size=1)  # fmt: skip
     try:
         module = nn.Linear(4, 4)
-        torch.distributed.fsdp.fully_shard(module, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        fully_shard(module, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
         with pytest.raises(ValueError, match="got 'weight' sharded; .*`stabilitykit compare A B`"):
             Twin(module, [], "same")
     finally:

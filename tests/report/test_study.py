@@ -52,6 +52,12 @@ def test_the_headline_counts_claims(tmp_path: Path, holds: bool, headline: str) 
     assert headline in write_study(tmp_path, study(holds), FIGURES).read_text()
 
 
+def test_what_is_undecided_is_no_claim_that_holds(tmp_path: Path) -> None:
+    two = study(True)
+    two["claims"].append({**two["claims"][0], "holds": "indistinguishable"})
+    assert "1 of 2 claims hold, 1 are undecided" in write_study(tmp_path, two, FIGURES).read_text()
+
+
 @browser
 def test_the_page_draws_in_a_real_browser_without_a_word_or_a_request(tmp_path: Path) -> None:
     dom, console, asked = browse(write_study(tmp_path, study(True), FIGURES), tmp_path)
