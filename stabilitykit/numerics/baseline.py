@@ -1,6 +1,7 @@
 """What the recent, untroubled losses promise for the next one: level, noise and slow rise."""
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,6 +9,8 @@ from stabilitykit.numerics.robust import RollingWindow
 
 LEVEL_ROWS = 8  # the local level is short, so that it lags a steep opening descent by four rows only
 SLOW_ROWS = 32  # memory of the slow mean, which is then as noisy as a plain mean of 64 rows
+TREND_ROWS = 64  # learnt rows between the marks whose differences give the descent
+FORESIGHT = 1000  # rows for which a descent is taken to go on
 KNOWN_ROWS = 8  # residuals from which on the noise is measured rather than assumed
 UNKNOWN_NOISE = 0.05  # the noise assumed until then: of the level, or of 1 if that is more
 # The noise is read off the residuals' 10 % and 90 % quantiles, 1.2816 Gaussian sigmas from the median;
@@ -34,7 +37,8 @@ class Baseline:
             self._noise = RollingWindow(self._noise.size)
         self._level = RollingWindow(LEVEL_ROWS)
         self.slow = self.lowest = 0.0
-        self._count = 0  # rows in the slow mean, up to its memory
+        self._count = 0  # rows learnt since
+        self._marks: deque[float] = deque(maxlen=5)  # the slow mean now and then, for the descent
         for loss in losses:
             self.learn(loss)
 
@@ -43,10 +47,15 @@ class Baseline:
         """The median of the last few rows, None before the first."""
         return self._level.median() if len(self._level) else None
 
-    @property
-    def rise(self) -> float:
-        """How far the slow mean is above its lowest."""
-        return self.slow - self.lowest
+    def fall(self, rows: int) -> float:
+        """How far the loss is expected to fall in the next `rows`, never negative.
+
+        The descent of late goes on as that of a power law does, ever slower.
+        """
+        if len(self._marks) < 2:
+            return 0.0
+        slope = (self._marks[0] - self._marks[-1]) / (TREND_ROWS * (len(self._marks) - 1))
+        return max(0.0, slope) * self._count * math.log1p(min(rows, FORESIGHT) / self._count)
 
     def expect(self, loss: float) -> tuple[float, float]:
         """The loss promised in place of `loss`, and one robust standard deviation of the noise."""
@@ -72,10 +81,12 @@ class Baseline:
             if 0 < change < (self._grain or math.inf):
                 self._grain = change
         self._level.push(loss)
-        self._count = min(self._count + 1, SLOW_ROWS)
-        self.slow += (loss - self.slow) / self._count
+        self._count += 1
+        self.slow += (loss - self.slow) / min(self._count, SLOW_ROWS)
         # A mean of few rows is low by chance, and would stay the lowest.
-        self.lowest = min(self.lowest, self.slow) if self._count == SLOW_ROWS else self.slow
+        self.lowest = min(self.lowest, self.slow) if self._count >= SLOW_ROWS else self.slow
+        if self._count % TREND_ROWS == 0:
+            self._marks.append(self.slow)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; floats survive exactly."""
@@ -86,6 +97,7 @@ class Baseline:
             "slow": self.slow,
             "lowest": self.lowest,
             "count": self._count,
+            "marks": list(self._marks),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -94,3 +106,4 @@ class Baseline:
         self._level = RollingWindow(LEVEL_ROWS, state["level"])
         self._grain = state["grain"]
         self.slow, self.lowest, self._count = state["slow"], state["lowest"], state["count"]
+        self._marks = deque(state["marks"], maxlen=self._marks.maxlen)

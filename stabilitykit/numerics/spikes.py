@@ -11,6 +11,7 @@ from stabilitykit.numerics.event import Event, spell
 __all__ = ["Event", "SpikeDetector"]
 
 BAND = 3.0  # robust sigmas: a row within is back to normal
+SLOW_BAND = 2.0  # the same after a slow rise
 DRIFT_FLOOR = 0.02  # of the level: a slow wander below this is data order, not trouble
 SETTLE_FROM = 64  # rows after which the slow mean has forgotten how an event began
 
@@ -24,8 +25,9 @@ class _Trouble:
     band: float  # a row is back when it is fewer sigmas above the event's baseline
     fast: bool  # raised by one row, not by a slow rise
     passing: str  # what it is called if it comes back: "spike", or in start-up "transient"
-    mean: float  # slow mean of the loss since the start
+    mean: float  # slow mean of the rise above the baseline since the start
     mark: float = 0.0  # that mean when settling was last judged
+    judged: int = 0  # the row of then
     rows: int = 1
     quiet: int = 0  # rows in a row back in the band
     grew: bool = False
@@ -35,8 +37,9 @@ class SpikeDetector:
     """Raises an `Event` when a training loss leaves its recent course, and again when it comes back.
 
     One row is judged by its robust score: robust standard deviations above the local median, the
-    noise measured on the last `window` rows that were never flagged. Slow trouble is judged by the rise
-    of a slow mean over its lowest value, a one-sided cumulative test. Losses may be negative or below 1
+    noise measured on the last `window` rows that were never flagged. Slow trouble is judged by a
+    one-sided cumulative sum (Page, Biometrika 1954) of what rows are above the lowest that a slow mean
+    has been, less an allowance. Losses may be negative or below 1
     and irregularly logged; a step that does not increase starts a new attempt. `score` is that of the
     last row: 0 while nothing is known, nan for a loss that is not finite.
 
@@ -48,7 +51,8 @@ class SpikeDetector:
     Args:
         threshold: robust sigmas above the local level from which one row is raised; twice that in
             start-up and on an attempt's second row.
-        drift: robust sigmas by which the slow mean must rise over its lowest.
+        slack: robust sigmas above the lowest slow mean that are taken for wander.
+        drift: robust sigmas to which what exceeds the slack must add up.
         window: rows from which the noise is measured.
         recover: rows in a row, back in the band, that close an event.
         startup: rows of a run from step 0 in which an event that passes is a `transient`.
@@ -63,18 +67,19 @@ class SpikeDetector:
         self,
         *,
         threshold: float = 6.5,
-        drift: float = 3.75,
+        slack: float = 2.75,
+        drift: float = 8.0,
         window: int = 128,
         recover: int = 10,
         startup: int = 50,
         settle: int = 400,
         floor: float = 1e-3,
     ):
-        for value in (threshold, drift, window, recover, startup, settle, floor):
+        for value in (threshold, slack, drift, window, recover, startup, settle, floor):
             if not value > 0:
                 raise ValueError(f"expected options of SpikeDetector above 0, got {value}")
-        self.threshold, self.drift, self.recover = threshold, drift, recover
-        self.startup, self.settle = startup, settle
+        self.threshold, self.slack, self.drift = threshold, slack, drift
+        self.recover, self.startup, self.settle = recover, startup, settle
         self.score = 0.0
         self._course = Baseline(window, floor)
         # One event is returned per row and a second one waits; steps that never increase raise more.
@@ -93,6 +98,7 @@ class SpikeDetector:
         self._first_loss: float | None = None
         self._elevated: float | None = None  # first step of the present run of rows above the band
         self._risen: float | None = None  # first step of the present slow rise
+        self._excess = 0.0  # the cumulative sum of that rise
 
     @property
     def pending(self) -> list[Event]:
@@ -149,10 +155,16 @@ class SpikeDetector:
         if self.score > self.threshold * (2 if cautious else 1):
             self._raise(step, loss, self._elevated, expected, sigma, early=early, fast=True)
             return
-        course.learn(loss)
-        self._risen = _since(self._risen, step, course.rise > sigma / 2)
-        if course.rise > max(self.drift * sigma, DRIFT_FLOOR * abs(course.lowest)):
+        self._accumulate(step, loss, sigma)
+        if self._excess > self.drift * (2 if early else 1):
             self._raise(step, loss, self._risen, course.lowest, sigma, early=early, fast=False)
+        course.learn(loss)
+
+    def _accumulate(self, step: float, loss: float, sigma: float) -> None:
+        lowest = self._course.lowest
+        above = min((loss - lowest) / sigma, self.threshold)  # a row that was not raised proves little
+        self._excess = max(0.0, self._excess + above - max(self.slack, DRIFT_FLOOR * abs(lowest) / sigma))
+        self._risen = _since(self._risen, step, self._excess > 0)
 
     def _raise(
         self,
@@ -168,8 +180,8 @@ class SpikeDetector:
         passing = "transient" if early else "spike"
         kind = passing if fast else "divergence"
         event = self._open(kind, step, onset, loss, baseline, (loss - baseline) / sigma)
-        band, mean = (BAND, loss) if fast else (self.drift / 2, self._course.slow)
-        self._trouble = _Trouble(event, sigma, band, fast, passing, mean)
+        band = BAND if fast else SLOW_BAND
+        self._trouble = _Trouble(event, sigma, band, fast, passing, loss - baseline)
         self._recent.clear()
 
     def _follow(self, trouble: _Trouble, step: float, loss: float) -> None:
@@ -179,17 +191,18 @@ class SpikeDetector:
             event.peak, event.peak_step, event.score = loss, step, self.score
         self._recent.append(loss)
         trouble.rows += 1
-        memory = min(trouble.rows, SLOW_ROWS) if trouble.fast else SLOW_ROWS
-        trouble.mean += (loss - trouble.mean) / memory
+        trouble.mean += (loss - event.baseline - trouble.mean) / min(trouble.rows, SLOW_ROWS)
         trouble.quiet = trouble.quiet + 1 if self.score < trouble.band else 0
-        if trouble.quiet >= self.recover:
-            event.kind = trouble.passing
+        # Ten rows are a dip of the wander that a slow rise stands out of; its mean has to be back as well.
+        back = trouble.fast or trouble.mean < self.slack * trouble.sigma / 2
+        if back and trouble.quiet >= self.recover:
+            event.kind = "shift" if self._lasted(trouble) else trouble.passing
             self._end_trouble(event, step)
             for value in list(self._recent)[-self.recover :]:
                 self._course.learn(value)
         elif trouble.rows == SETTLE_FROM:
-            trouble.mark = trouble.mean
-        elif trouble.rows >= SETTLE_FROM + self.settle:
+            trouble.mark, trouble.judged = trouble.mean, trouble.rows
+        elif trouble.rows >= max(trouble.judged, SETTLE_FROM) + self.settle:
             self._judge_settling(trouble, step)
         elif trouble.fast and trouble.rows < SETTLE_FROM:
             event.kind = self._young_kind(trouble, loss)
@@ -198,17 +211,31 @@ class SpikeDetector:
         """What a sudden event looks like so far: it passes once a quarter of the rise is lost."""
         event = trouble.event
         falling = event.peak - loss >= (event.peak - event.baseline) / 4
-        ruined = self._from_zero and self._first_loss is not None and loss > self._first_loss
-        return trouble.passing if falling and not ruined else "divergence"
+        return trouble.passing if falling and not self._ruined(event, loss) else "divergence"
+
+    def _ruined(self, event: Event, loss: float) -> bool:
+        """Whether a run from step 0 lost all that it had learnt; one begun from a checkpoint had not."""
+        first = self._first_loss
+        learnt = first is not None and first - event.baseline > abs(event.baseline) / 10
+        return self._from_zero and learnt and loss > first
+
+    def _unfallen(self, trouble: _Trouble) -> float:
+        """How the mean rise changed since the mark, had the curve below not fallen on; this is a guess."""
+        fall = self._course.fall(trouble.rows) - self._course.fall(trouble.judged)
+        return trouble.mean - trouble.mark + fall
+
+    def _lasted(self, trouble: _Trouble) -> bool:
+        """Whether an event that is over was a new level, from which all of the curve came down."""
+        return trouble.rows >= 3 * SETTLE_FROM and self._unfallen(trouble) > -trouble.mark / 4
 
     def _judge_settling(self, trouble: _Trouble, step: float) -> None:
         """Still falling, still rising, stuck high, or flat at a new level: the last ends the event."""
-        event, sigma = trouble.event, trouble.sigma
-        rise, growth = trouble.mark - event.baseline, trouble.mean - trouble.mark
+        event, sigma, rise = trouble.event, trouble.sigma, trouble.mark
         notable = max(abs(rise) / 4, sigma / 2)
-        trouble.grew = trouble.grew or growth > notable
-        trouble.mark, trouble.rows = trouble.mean, SETTLE_FROM
-        if growth < -notable:
+        falling = self._unfallen(trouble) < -notable
+        trouble.grew = trouble.grew or trouble.mean - trouble.mark > notable
+        trouble.mark, trouble.judged = trouble.mean, trouble.rows
+        if falling:
             event.kind = trouble.passing
         elif trouble.grew or rise > max(10 * sigma, abs(event.baseline) / 2):
             event.kind = "divergence"
@@ -220,6 +247,7 @@ class SpikeDetector:
     def _end_trouble(self, event: Event, step: float) -> None:
         self._close(event, step)
         self._trouble = self._elevated = self._risen = None
+        self._excess = 0.0
 
     def _take_nonfinite(self, step: float, loss: float) -> None:
         self.score = math.nan
@@ -249,7 +277,7 @@ class SpikeDetector:
         event.end = step
         self._due.append(replace(event))
 
-    _PLAIN = ("_next_id", "_healthy", "_rows", "_first", "_last", "_from_zero", "_first_loss")
+    _PLAIN = ("_next_id", "_healthy", "_rows", "_first", "_last", "_from_zero", "_first_loss", "_excess")
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that was learnt, JSON-able; the options are the constructor's and stay out."""
