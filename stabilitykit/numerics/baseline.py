@@ -9,6 +9,7 @@ from stabilitykit.numerics.robust import RollingWindow
 
 LEVEL_ROWS = 8  # the local level is short, so that it lags a steep opening descent by four rows only
 SLOW_ROWS = 32  # memory of the slow mean, which is then as noisy as a plain mean of 64 rows
+PACE = 16  # by how much the memory of the mean that sees a creep is longer
 TREND_ROWS = 64  # learnt rows between the marks whose differences give the descent
 FORESIGHT = 1000  # rows for which a descent is taken to go on
 KNOWN_ROWS = 8  # residuals from which on the noise is measured rather than assumed
@@ -19,10 +20,31 @@ TAIL, SIGMAS_TO_TAIL = 0.1, 1.2816
 RELATIVE_FLOOR = 0.002  # of the level: less noise than this is not told from rounding
 
 
+class RunningMean:
+    """An exponential mean over `memory` rows, and the lowest it has been since its memory was full."""
+
+    def __init__(self, memory: int):
+        self.memory = memory
+        self.count = 0
+        self.value = self.lowest = 0.0
+
+    @property
+    def rise(self) -> float:
+        """How far it is above its lowest."""
+        return self.value - self.lowest
+
+    def learn(self, loss: float) -> None:
+        """Takes a row in."""
+        self.count += 1
+        self.value += (loss - self.value) / min(self.count, self.memory)
+        # A mean of few rows is low by chance, and would stay the lowest.
+        self.lowest = min(self.lowest, self.value) if self.count >= self.memory else self.value
+
+
 class Baseline:
     """The running course of a loss, from the rows it was told to learn (the unflagged ones).
 
-    `slow` is their mean with a memory of SLOW_ROWS, `lowest` the lowest it has been.
+    `slow` and `slower` are their means over SLOW_ROWS and PACE times as many.
     """
 
     def __init__(self, window: int, floor: float):
@@ -36,8 +58,7 @@ class Baseline:
         if forget_noise:
             self._noise = RollingWindow(self._noise.size)
         self._level = RollingWindow(LEVEL_ROWS)
-        self.slow = self.lowest = 0.0
-        self._count = 0  # rows learnt since
+        self.slow, self.slower = RunningMean(SLOW_ROWS), RunningMean(PACE * SLOW_ROWS)
         self._marks: deque[float] = deque(maxlen=5)  # the slow mean now and then, for the descent
         for loss in losses:
             self.learn(loss)
@@ -55,7 +76,7 @@ class Baseline:
         if len(self._marks) < 2:
             return 0.0
         slope = (self._marks[0] - self._marks[-1]) / (TREND_ROWS * (len(self._marks) - 1))
-        return max(0.0, slope) * self._count * math.log1p(min(rows, FORESIGHT) / self._count)
+        return max(0.0, slope) * self.slow.count * math.log1p(min(rows, FORESIGHT) / self.slow.count)
 
     def expect(self, loss: float) -> tuple[float, float]:
         """The loss promised in place of `loss`, and one robust standard deviation of the noise."""
@@ -81,12 +102,10 @@ class Baseline:
             if 0 < change < (self._grain or math.inf):
                 self._grain = change
         self._level.push(loss)
-        self._count += 1
-        self.slow += (loss - self.slow) / min(self._count, SLOW_ROWS)
-        # A mean of few rows is low by chance, and would stay the lowest.
-        self.lowest = min(self.lowest, self.slow) if self._count >= SLOW_ROWS else self.slow
-        if self._count % TREND_ROWS == 0:
-            self._marks.append(self.slow)
+        self.slow.learn(loss)
+        self.slower.learn(loss)
+        if self.slow.count % TREND_ROWS == 0:
+            self._marks.append(self.slow.value)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; floats survive exactly."""
@@ -94,9 +113,9 @@ class Baseline:
             "noise": list(self._noise.values),
             "level": list(self._level.values),
             "grain": self._grain,
-            "slow": self.slow,
-            "lowest": self.lowest,
-            "count": self._count,
+            "count": self.slow.count,
+            "slow": [self.slow.value, self.slow.lowest],
+            "slower": [self.slower.value, self.slower.lowest],
             "marks": list(self._marks),
         }
 
@@ -105,5 +124,6 @@ class Baseline:
         self._noise = RollingWindow(self._noise.size, state["noise"])
         self._level = RollingWindow(LEVEL_ROWS, state["level"])
         self._grain = state["grain"]
-        self.slow, self.lowest, self._count = state["slow"], state["lowest"], state["count"]
+        for mean, (value, lowest) in ((self.slow, state["slow"]), (self.slower, state["slower"])):
+            mean.count, mean.value, mean.lowest = state["count"], value, lowest
         self._marks = deque(state["marks"], maxlen=self._marks.maxlen)

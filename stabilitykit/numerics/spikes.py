@@ -2,35 +2,18 @@
 
 import math
 from collections import deque
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from stabilitykit.numerics.baseline import SLOW_ROWS, Baseline
+from stabilitykit.numerics.baseline import PACE, Baseline
 from stabilitykit.numerics.event import Event, spell
+from stabilitykit.numerics.trouble import SETTLE_FROM, Trouble
 
 __all__ = ["Event", "SpikeDetector"]
 
 BAND = 3.0  # robust sigmas: a row within is back to normal
 SLOW_BAND = 2.0  # the same after a slow rise
 DRIFT_FLOOR = 0.02  # of the level: a slow wander below this is data order, not trouble
-SETTLE_FROM = 64  # rows after which the slow mean has forgotten how an event began
-
-
-@dataclass(slots=True)
-class _Trouble:
-    """What is needed to see an open event of finite losses end."""
-
-    event: Event
-    sigma: float
-    band: float  # a row is back when it is fewer sigmas above the event's baseline
-    fast: bool  # raised by one row, not by a slow rise
-    passing: str  # what it is called if it comes back: "spike", or in start-up "transient"
-    mean: float  # slow mean of the rise above the baseline since the start
-    mark: float = 0.0  # that mean when settling was last judged
-    judged: int = 0  # the row of then
-    rows: int = 1
-    quiet: int = 0  # rows in a row back in the band
-    grew: bool = False
 
 
 class SpikeDetector:
@@ -39,9 +22,9 @@ class SpikeDetector:
     One row is judged by its robust score: robust standard deviations above the local median, the
     noise measured on the last `window` rows that were never flagged. Slow trouble is judged by a
     one-sided cumulative sum (Page, Biometrika 1954) of what rows are above the lowest that a slow mean
-    has been, less an allowance. Losses may be negative or below 1
-    and irregularly logged; a step that does not increase starts a new attempt. `score` is that of the
-    last row: 0 while nothing is known, nan for a loss that is not finite.
+    has been, less an allowance; a creep by the rise of a mean sixteen times slower. Losses may be
+    negative or below 1 and irregularly logged; a step that does not increase starts a new attempt.
+    `score` is that of the last row: 0 while nothing is known, nan for a loss that is not finite.
 
     >>> detector = SpikeDetector()
     >>> raised = [detector.update(step, loss) for step, loss in enumerate([2.0, 2.1] * 50 + [5.0])]
@@ -85,7 +68,7 @@ class SpikeDetector:
         # One event is returned per row and a second one waits; steps that never increase raise more.
         self._due: deque[Event] = deque(maxlen=16)
         self._next_id = 1
-        self._trouble: _Trouble | None = None
+        self._trouble: Trouble | None = None
         self._recent: deque[float] = deque(maxlen=SETTLE_FROM)  # rows of the open trouble
         self._broken: Event | None = None  # the open nonfinite event
         self._healthy = 0  # finite rows since the last non-finite one
@@ -99,6 +82,7 @@ class SpikeDetector:
         self._elevated: float | None = None  # first step of the present run of rows above the band
         self._risen: float | None = None  # first step of the present slow rise
         self._excess = 0.0  # the cumulative sum of that rise
+        self._crept: float | None = None  # first step of the present creep
 
     @property
     def pending(self) -> list[Event]:
@@ -152,101 +136,55 @@ class SpikeDetector:
         early = self._from_zero and self._rows <= self.startup
         # Humps are common in start-up, and one row says little about the noise of the next.
         cautious = early or self._rows <= 2
+        passing = "transient" if early else "spike"
         if self.score > self.threshold * (2 if cautious else 1):
-            self._raise(step, loss, self._elevated, expected, sigma, early=early, fast=True)
+            event = self._open(passing, step, self._elevated, loss, expected, self.score)
+            self._follow_up(event, passing, sigma, BAND)
             return
-        self._accumulate(step, loss, sigma)
-        if self._excess > self.drift * (2 if early else 1):
-            self._raise(step, loss, self._risen, course.lowest, sigma, early=early, fast=False)
         course.learn(loss)
+        slow, creep = course.slow, course.slower
+        self._accumulate(step, loss, sigma)
+        self._crept = _since(self._crept, step, creep.rise > sigma / 4)
+        crept = creep.rise > max(sigma / 2, DRIFT_FLOOR * abs(creep.lowest))
+        if crept or (creep.rise > slow.rise / 2 and self._excess > self.drift):
+            event = self._open("divergence", step, self._crept, loss, creep.lowest, creep.rise / sigma)
+            self._follow_up(event, passing, sigma, SLOW_BAND, back=creep.rise / 2, pace=PACE)
+        elif self._excess > self.drift * (2 if early else 1):
+            onset, baseline = self._risen, slow.lowest
+            event = self._open("divergence", step, onset, loss, baseline, (loss - baseline) / sigma)
+            self._follow_up(event, passing, sigma, SLOW_BAND, back=self.slack * sigma / 2)
 
     def _accumulate(self, step: float, loss: float, sigma: float) -> None:
-        lowest = self._course.lowest
+        lowest = self._course.slow.lowest
         above = min((loss - lowest) / sigma, self.threshold)  # a row that was not raised proves little
         self._excess = max(0.0, self._excess + above - max(self.slack, DRIFT_FLOOR * abs(lowest) / sigma))
         self._risen = _since(self._risen, step, self._excess > 0)
 
-    def _raise(
-        self,
-        step: float,
-        loss: float,
-        onset: float | None,
-        baseline: float,
-        sigma: float,
-        *,
-        early: bool,
-        fast: bool,
+    def _follow_up(
+        self, event: Event, passing: str, sigma: float, band: float, back: float | None = None, pace: int = 1
     ) -> None:
-        passing = "transient" if early else "spike"
-        kind = passing if fast else "divergence"
-        event = self._open(kind, step, onset, loss, baseline, (loss - baseline) / sigma)
-        band = BAND if fast else SLOW_BAND
-        self._trouble = _Trouble(event, sigma, band, fast, passing, loss - baseline)
+        first = self._first_loss if self._from_zero else None
+        learnt = first is not None and first - event.baseline > abs(event.baseline) / 10
+        mean = event.peak - event.baseline if pace == 1 else self._course.slower.rise
+        untrained = first if learnt else None  # a run begun from a checkpoint has no such loss
+        self._trouble = Trouble(event, passing, sigma, band, back, untrained, mean, pace)
         self._recent.clear()
 
-    def _follow(self, trouble: _Trouble, step: float, loss: float) -> None:
-        event = trouble.event
-        self.score = (loss - event.baseline) / trouble.sigma
-        if loss > event.peak:
-            event.peak, event.peak_step, event.score = loss, step, self.score
+    def _follow(self, trouble: Trouble, step: float, loss: float) -> None:
+        self.score = trouble.score(loss)
         self._recent.append(loss)
-        trouble.rows += 1
-        trouble.mean += (loss - event.baseline - trouble.mean) / min(trouble.rows, SLOW_ROWS)
-        trouble.quiet = trouble.quiet + 1 if self.score < trouble.band else 0
-        # Ten rows are a dip of the wander that a slow rise stands out of; its mean has to be back as well.
-        back = trouble.fast or trouble.mean < self.slack * trouble.sigma / 2
-        if back and trouble.quiet >= self.recover:
-            event.kind = "shift" if self._lasted(trouble) else trouble.passing
-            self._end_trouble(event, step)
+        state = trouble.take(step, loss, self._course.fall, recover=self.recover, settle=self.settle)
+        if state == "back":
+            self._end_trouble(trouble.event, step)
             for value in list(self._recent)[-self.recover :]:
                 self._course.learn(value)
-        elif trouble.rows == SETTLE_FROM:
-            trouble.mark, trouble.judged = trouble.mean, trouble.rows
-        elif trouble.rows >= max(trouble.judged, SETTLE_FROM) + self.settle:
-            self._judge_settling(trouble, step)
-        elif trouble.fast and trouble.rows < SETTLE_FROM:
-            event.kind = self._young_kind(trouble, loss)
-
-    def _young_kind(self, trouble: _Trouble, loss: float) -> str:
-        """What a sudden event looks like so far: it passes once a quarter of the rise is lost."""
-        event = trouble.event
-        falling = event.peak - loss >= (event.peak - event.baseline) / 4
-        return trouble.passing if falling and not self._ruined(event, loss) else "divergence"
-
-    def _ruined(self, event: Event, loss: float) -> bool:
-        """Whether a run from step 0 lost all that it had learnt; one begun from a checkpoint had not."""
-        first = self._first_loss
-        learnt = first is not None and first - event.baseline > abs(event.baseline) / 10
-        return self._from_zero and learnt and loss > first
-
-    def _unfallen(self, trouble: _Trouble) -> float:
-        """How the mean rise changed since the mark, had the curve below not fallen on; this is a guess."""
-        fall = self._course.fall(trouble.rows) - self._course.fall(trouble.judged)
-        return trouble.mean - trouble.mark + fall
-
-    def _lasted(self, trouble: _Trouble) -> bool:
-        """Whether an event that is over was a new level, from which all of the curve came down."""
-        return trouble.rows >= 3 * SETTLE_FROM and self._unfallen(trouble) > -trouble.mark / 4
-
-    def _judge_settling(self, trouble: _Trouble, step: float) -> None:
-        """Still falling, still rising, stuck high, or flat at a new level: the last ends the event."""
-        event, sigma, rise = trouble.event, trouble.sigma, trouble.mark
-        notable = max(abs(rise) / 4, sigma / 2)
-        falling = self._unfallen(trouble) < -notable
-        trouble.grew = trouble.grew or trouble.mean - trouble.mark > notable
-        trouble.mark, trouble.judged = trouble.mean, trouble.rows
-        if falling:
-            event.kind = trouble.passing
-        elif trouble.grew or rise > max(10 * sigma, abs(event.baseline) / 2):
-            event.kind = "divergence"
-        else:
-            event.kind = "shift" if rise > trouble.band * sigma / 2 else trouble.passing
-            self._end_trouble(event, step)
+        elif state == "settled":
+            self._end_trouble(trouble.event, step)
             self._course.restart(self._recent)
 
     def _end_trouble(self, event: Event, step: float) -> None:
         self._close(event, step)
-        self._trouble = self._elevated = self._risen = None
+        self._trouble = self._elevated = self._risen = self._crept = None
         self._excess = 0.0
 
     def _take_nonfinite(self, step: float, loss: float) -> None:
@@ -287,11 +225,12 @@ class SpikeDetector:
             "score": spell(self.score),
             "elevated": self._elevated,
             "risen": self._risen,
+            "crept": self._crept,
             "recent": list(self._recent),
             "course": self._course.state_dict(),
             "due": [event.to_dict() for event in self._due],
             "broken": self._broken.to_dict() if self._broken else None,
-            "trouble": {**asdict(trouble), "event": trouble.event.to_dict()} if trouble else None,
+            "trouble": trouble.to_dict() if trouble else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -299,14 +238,13 @@ class SpikeDetector:
         for name in self._PLAIN:
             setattr(self, name, state[name.strip("_")])
         self.score = float(state["score"])
-        self._elevated, self._risen = state["elevated"], state["risen"]
+        self._elevated, self._risen, self._crept = state["elevated"], state["risen"], state["crept"]
         self._recent = deque(state["recent"], maxlen=SETTLE_FROM)
         self._course.load_state_dict(state["course"])
         self._due.clear()
         self._due.extend(Event.from_dict(row) for row in state["due"])
         self._broken = Event.from_dict(state["broken"]) if state["broken"] else None
-        row = state["trouble"]
-        self._trouble = _Trouble(**{**row, "event": Event.from_dict(row["event"])}) if row else None
+        self._trouble = Trouble.from_dict(state["trouble"]) if state["trouble"] else None
 
 
 def _since(first: float | None, step: float, holds: bool) -> float | None:
