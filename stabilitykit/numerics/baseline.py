@@ -63,6 +63,10 @@ class Baseline:
         for loss in losses:
             self.learn(loss)
 
+    def settle(self) -> None:
+        """Takes the present level for a new one: what came before is not its lowest."""
+        self.restart(list(self._level.values))
+
     @property
     def level(self) -> float | None:
         """The median of the last few rows, None before the first."""

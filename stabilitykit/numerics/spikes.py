@@ -69,6 +69,7 @@ class SpikeDetector:
         self._due: deque[Event] = deque(maxlen=16)
         self._next_id = 1
         self._trouble: Trouble | None = None
+        self._creep: Trouble | None = None  # so slow that sudden trouble is watched for meanwhile
         self._recent: deque[float] = deque(maxlen=SETTLE_FROM)  # rows of the open trouble
         self._broken: Event | None = None  # the open nonfinite event
         self._healthy = 0  # finite rows since the last non-finite one
@@ -90,7 +91,8 @@ class SpikeDetector:
         return [replace(event) for event in [*self._due, *self._unfinished()]]
 
     def _unfinished(self) -> list[Event]:
-        return [event for event in (self._trouble and self._trouble.event, self._broken) if event]
+        broken = [] if self._broken is None else [self._broken]
+        return [*(trouble.event for trouble in (self._creep, self._trouble) if trouble), *broken]
 
     def update(self, step: float, loss: float) -> Event | None:
         """The Event that opens at this row, or that closes (same id, `end` set, kind final), else None."""
@@ -123,6 +125,8 @@ class SpikeDetector:
             if self._healthy >= self.recover:
                 self._close(self._broken, step)
                 self._broken = None
+        if self._creep is not None:
+            self._follow_creep(self._creep, step, loss)
         if self._trouble is not None:
             self._follow(self._trouble, step, loss)
         else:
@@ -139,20 +143,25 @@ class SpikeDetector:
         passing = "transient" if early else "spike"
         if self.score > self.threshold * (2 if cautious else 1):
             event = self._open(passing, step, self._elevated, loss, expected, self.score)
-            self._follow_up(event, passing, sigma, BAND)
+            self._trouble = self._trouble_of(event, passing, sigma, BAND)
             return
         course.learn(loss)
-        slow, creep = course.slow, course.slower
+        if self._creep is None:
+            self._watch_slow(step, loss, sigma, early=early)
+
+    def _watch_slow(self, step: float, loss: float, sigma: float, *, early: bool) -> None:
+        rise, creep = self._course.slow, self._course.slower
+        passing = "transient" if early else "spike"
         self._accumulate(step, loss, sigma)
         self._crept = _since(self._crept, step, creep.rise > sigma / 4)
         crept = creep.rise > max(sigma / 2, DRIFT_FLOOR * abs(creep.lowest))
-        if crept or (creep.rise > slow.rise / 2 and self._excess > self.drift):
+        if crept or (creep.rise > rise.rise / 2 and self._excess > self.drift):
             event = self._open("divergence", step, self._crept, loss, creep.lowest, creep.rise / sigma)
-            self._follow_up(event, passing, sigma, SLOW_BAND, back=creep.rise / 2, pace=PACE)
+            self._creep = self._trouble_of(event, passing, sigma, SLOW_BAND, back=creep.rise / 2, pace=PACE)
         elif self._excess > self.drift * (2 if early else 1):
-            onset, baseline = self._risen, slow.lowest
-            event = self._open("divergence", step, onset, loss, baseline, (loss - baseline) / sigma)
-            self._follow_up(event, passing, sigma, SLOW_BAND, back=self.slack * sigma / 2)
+            onset, score = self._risen, (loss - rise.lowest) / sigma
+            event = self._open("divergence", step, onset, loss, rise.lowest, score)
+            self._trouble = self._trouble_of(event, passing, sigma, SLOW_BAND, back=self.slack * sigma / 2)
 
     def _accumulate(self, step: float, loss: float, sigma: float) -> None:
         lowest = self._course.slow.lowest
@@ -160,15 +169,15 @@ class SpikeDetector:
         self._excess = max(0.0, self._excess + above - max(self.slack, DRIFT_FLOOR * abs(lowest) / sigma))
         self._risen = _since(self._risen, step, self._excess > 0)
 
-    def _follow_up(
+    def _trouble_of(
         self, event: Event, passing: str, sigma: float, band: float, back: float | None = None, pace: int = 1
-    ) -> None:
+    ) -> Trouble:
         first = self._first_loss if self._from_zero else None
         learnt = first is not None and first - event.baseline > abs(event.baseline) / 10
         mean = event.peak - event.baseline if pace == 1 else self._course.slower.rise
         untrained = first if learnt else None  # a run begun from a checkpoint has no such loss
-        self._trouble = Trouble(event, passing, sigma, band, back, untrained, mean, pace)
         self._recent.clear()
+        return Trouble(event, passing, sigma, band, back, untrained, mean, pace)
 
     def _follow(self, trouble: Trouble, step: float, loss: float) -> None:
         self.score = trouble.score(loss)
@@ -182,9 +191,23 @@ class SpikeDetector:
             self._end_trouble(trouble.event, step)
             self._course.restart(self._recent)
 
+    def _follow_creep(self, creep: Trouble, step: float, loss: float) -> None:
+        state = creep.take(step, loss, self._course.fall, recover=self.recover, settle=self.settle)
+        if state == "open":
+            return
+        self._close(creep.event, step)
+        self._creep = None
+        self._forget_rise()
+        if state == "settled":
+            self._course.settle()
+
     def _end_trouble(self, event: Event, step: float) -> None:
         self._close(event, step)
-        self._trouble = self._elevated = self._risen = self._crept = None
+        self._trouble = self._elevated = None
+        self._forget_rise()
+
+    def _forget_rise(self) -> None:
+        self._risen = self._crept = None
         self._excess = 0.0
 
     def _take_nonfinite(self, step: float, loss: float) -> None:
@@ -198,7 +221,7 @@ class SpikeDetector:
     def _close_attempt(self) -> None:
         for event in self._unfinished():
             self._close(event, self._last)
-        self._trouble = self._broken = None
+        self._trouble = self._creep = self._broken = None
         self._course.restart()
         self._begin_attempt()
 
@@ -219,7 +242,7 @@ class SpikeDetector:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that was learnt, JSON-able; the options are the constructor's and stay out."""
-        trouble = self._trouble
+        open_ones = {"trouble": self._trouble, "creep": self._creep, "broken": self._broken}
         return {
             **{name.strip("_"): getattr(self, name) for name in self._PLAIN},
             "score": spell(self.score),
@@ -229,8 +252,7 @@ class SpikeDetector:
             "recent": list(self._recent),
             "course": self._course.state_dict(),
             "due": [event.to_dict() for event in self._due],
-            "broken": self._broken.to_dict() if self._broken else None,
-            "trouble": trouble.to_dict() if trouble else None,
+            **{name: found and found.to_dict() for name, found in open_ones.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -245,6 +267,7 @@ class SpikeDetector:
         self._due.extend(Event.from_dict(row) for row in state["due"])
         self._broken = Event.from_dict(state["broken"]) if state["broken"] else None
         self._trouble = Trouble.from_dict(state["trouble"]) if state["trouble"] else None
+        self._creep = Trouble.from_dict(state["creep"]) if state["creep"] else None
 
 
 def _since(first: float | None, step: float, holds: bool) -> float | None:
