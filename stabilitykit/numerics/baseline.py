@@ -51,6 +51,8 @@ class Baseline:
         self.floor = floor
         self._noise = RollingWindow(window)  # residuals about the local level at their time
         self._grain = 0.0  # the smallest change ever seen: what the log was rounded to, or nearly 0
+        self._near = self._far = 0.0  # mean squared changes over one row, and over LEVEL_ROWS
+        self._changes = 0
         self.restart()
 
     def restart(self, losses: Iterable[float] = (), *, forget_noise: bool = False) -> None:
@@ -66,6 +68,18 @@ class Baseline:
     def settle(self) -> None:
         """Takes the present level for a new one: what came before is not its lowest."""
         self.restart(list(self._level.values))
+
+    def repeats(self, loss: float) -> bool:
+        """Whether the last loss is held in the log: one written so finely is not met again by chance."""
+        return len(self._level) > 0 and loss == self._level.values[-1] and round(loss, 3) != loss
+
+    @property
+    def persistence(self) -> float:
+        """In how many rows the noise changes as much as it ever does: 1 when white, at most LEVEL_ROWS.
+
+        Rows of a log that was smoothed, or of data in an order, are no independent evidence.
+        """
+        return max(1.0, self._far / self._near) if self._near else 1.0
 
     @property
     def level(self) -> float | None:
@@ -103,6 +117,10 @@ class Baseline:
         if len(self._level):
             self._noise.push(loss - self._level.median())
             change = abs(loss - self._level.values[-1])
+            if len(self._level) == LEVEL_ROWS:
+                self._changes = min(self._changes + 1, self.slower.memory)
+                self._near += (change**2 - self._near) / self._changes
+                self._far += ((loss - self._level.values[0]) ** 2 - self._far) / self._changes
             if 0 < change < (self._grain or math.inf):
                 self._grain = change
         self._level.push(loss)
@@ -117,6 +135,7 @@ class Baseline:
             "noise": list(self._noise.values),
             "level": list(self._level.values),
             "grain": self._grain,
+            "changes": [self._changes, self._near, self._far],
             "count": self.slow.count,
             "slow": [self.slow.value, self.slow.lowest],
             "slower": [self.slower.value, self.slower.lowest],
@@ -128,6 +147,7 @@ class Baseline:
         self._noise = RollingWindow(self._noise.size, state["noise"])
         self._level = RollingWindow(LEVEL_ROWS, state["level"])
         self._grain = state["grain"]
+        self._changes, self._near, self._far = state["changes"]
         for mean, (value, lowest) in ((self.slow, state["slow"]), (self.slower, state["slower"])):
             mean.count, mean.value, mean.lowest = state["count"], value, lowest
         self._marks = deque(state["marks"], maxlen=self._marks.maxlen)

@@ -145,6 +145,8 @@ class SpikeDetector:
             event = self._open(passing, step, self._elevated, loss, expected, self.score)
             self._trouble = self._trouble_of(event, passing, sigma, BAND)
             return
+        if course.repeats(loss):
+            return
         course.learn(loss)
         if self._creep is None:
             self._watch_slow(step, loss, sigma, early=early)
@@ -155,10 +157,11 @@ class SpikeDetector:
         self._accumulate(step, loss, sigma)
         self._crept = _since(self._crept, step, creep.rise > sigma / 4)
         crept = creep.rise > max(sigma / 2, DRIFT_FLOOR * abs(creep.lowest))
-        if crept or (creep.rise > rise.rise / 2 and self._excess > self.drift):
+        enough = self.drift * self._course.persistence * (2 if early else 1)
+        if crept or (creep.rise > rise.rise / 2 and self._excess > enough):
             event = self._open("divergence", step, self._crept, loss, creep.lowest, creep.rise / sigma)
             self._creep = self._trouble_of(event, passing, sigma, SLOW_BAND, back=creep.rise / 2, pace=PACE)
-        elif self._excess > self.drift * (2 if early else 1):
+        elif self._excess > enough:
             onset, score = self._risen, (loss - rise.lowest) / sigma
             event = self._open("divergence", step, onset, loss, rise.lowest, score)
             self._trouble = self._trouble_of(event, passing, sigma, SLOW_BAND, back=self.slack * sigma / 2)
