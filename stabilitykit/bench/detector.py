@@ -22,10 +22,7 @@ MICROSECONDS, SECONDS, MEMORY = 20.0, 30.0, 1.1  # limits; the last: peak of 1e6
 RECALL, FALSE_PER_10K, KINDS = 0.98, 0.1, 19 / 21
 TIMED_ROWS, MANY_ROWS = 100_000, 1_000_000
 OURS = "stabilitykit"
-GRID: list[dict[str, float]] = [
-    {"threshold": threshold, "slack": slack}
-    for threshold, slack in product((5.5, 6.5, 7.5), (2.25, 2.75, 3.25))
-]
+GRID = list(product((5.5, 6.5, 7.5), (2.25, 2.75, 3.25)))  # threshold, slack
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +82,11 @@ def detector(rounds: int = 5, data: Path | None = None) -> list[dict[str, Any]]:
     return results + left_out(curves)
 
 
-def score_ours(curve: Curve, **options: float) -> Score:
+def score_ours(curve: Curve, *, threshold: float = 6.5, slack: float = 2.75) -> Score:
     """The detector's counts on one curve."""
     place = {step: row for row, step in enumerate(curve.steps)}
-    events = find_events(zip(curve.steps, curve.losses, strict=True), SpikeDetector(**options))
+    detector = SpikeDetector(threshold=threshold, slack=slack)
+    events = find_events(zip(curve.steps, curve.losses, strict=True), detector)
     starts = [place[event.start] for event in events]
     spans = [(place[event.start], place[event.end]) for event in events if event.end is not None]
     score = judge(curve, starts, spans)
@@ -131,11 +129,11 @@ def left_out(curves: Sequence[Curve]) -> list[dict[str, Any]]:
 
     The options of the best F1 on the others are taken; of those that tie, the middle one of GRID.
     """
-    scores = [{} for _ in GRID]
-    for place, options in enumerate(GRID):
+    scores: list[dict[str, Score]] = [{} for _ in GRID]
+    for own, (threshold, slack) in zip(scores, GRID, strict=True):
         for curve in curves:
-            own = scores[place].get(curve.source, Score())
-            scores[place][curve.source] = own + score_ours(curve, **options)
+            score = score_ours(curve, threshold=threshold, slack=slack)
+            own[curve.source] = own.get(curve.source, Score()) + score
     worst: dict[str, list[float]] = {}
     for source in sorted({curve.source for curve in curves}):
         others = [sum((s for name, s in row.items() if name != source), Score()) for row in scores]
