@@ -99,7 +99,10 @@ def _print_or_write(text: str, out: str | None) -> None:
 
 def spikes(argv: list[str]) -> int:
     """Finds the events of a loss log."""
-    parser = _parser("spikes", "The loss spikes of a log: CSV, JSONL, a run of ours, or text by --pattern.")
+    parser = _parser(
+        "spikes",
+        "The loss spikes of a log: a table, JSONL, a run of ours, TensorBoard, W&B offline, or text.",
+    )
     parser.add_argument("log", metavar="LOG", type=str, help="a file, or a run's folder")
     parser.add_argument("--format", type=str, choices=["table", "json"], default="table")
     parser.add_argument("--loss", type=str, help="the loss column (default: loss, train_loss, ...)")
@@ -113,10 +116,12 @@ def spikes(argv: list[str]) -> int:
         default="value",
         help="what a NaN in the log means",
     )
+    parser.add_argument("--plot", type=str, help="an HTML file to write, with the curve and its events")
     parser.add_argument("--fail-on-spike", action="store_true", help="exit with 1 when there is an event")
     args = parser.parse_args(argv)
     from stabilitykit.numerics.history import find_events
     from stabilitykit.readers.losses import read_losses
+    from stabilitykit.report.thinning import Sketch
 
     losses = read_losses(
         Path(args.log),
@@ -126,7 +131,9 @@ def spikes(argv: list[str]) -> int:
         pattern=args.pattern,
         preset=args.preset,
     )
-    events = [event.to_dict() for event in find_events(losses.rows)]
+    sketch = Sketch()
+    rows = sketch.through(losses.rows) if args.plot else losses.rows
+    events = [event.to_dict() for event in find_events(rows)]
     for problem in losses.problems:
         print(f"stabilitykit: {problem}", file=sys.stderr)
     if args.format == "json":
@@ -135,6 +142,18 @@ def spikes(argv: list[str]) -> int:
         print(json.dumps(spell(events)))
     else:
         print(_table(events))
+    if args.plot:
+        from stabilitykit.report.losses import write_losses
+
+        write_losses(
+            sketch.points(),
+            events,
+            names=(losses.step_column, losses.loss_column),
+            rows=sketch.rows,
+            log=Path(args.log),
+            problems=losses.problems,
+            out=Path(args.plot),
+        )
     return 1 if events and args.fail_on_spike else 0
 
 

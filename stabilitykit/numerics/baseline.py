@@ -1,6 +1,7 @@
 """What the recent, untroubled losses promise for the next one: level, noise and slow rise."""
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,6 +9,9 @@ from stabilitykit.numerics.robust import RollingWindow
 
 LEVEL_ROWS = 8  # the local level is short, so that it lags a steep opening descent by four rows only
 SLOW_ROWS = 32  # memory of the slow mean, which is then as noisy as a plain mean of 64 rows
+PACE = 16  # by how much the memory of the mean that sees a creep is longer
+TREND_ROWS = 64  # learnt rows between the marks whose differences give the descent
+FORESIGHT = 1000  # rows for which a descent is taken to go on
 KNOWN_ROWS = 8  # residuals from which on the noise is measured rather than assumed
 UNKNOWN_NOISE = 0.05  # the noise assumed until then: of the level, or of 1 if that is more
 # The noise is read off the residuals' 10 % and 90 % quantiles, 1.2816 Gaussian sigmas from the median;
@@ -16,16 +20,39 @@ TAIL, SIGMAS_TO_TAIL = 0.1, 1.2816
 RELATIVE_FLOOR = 0.002  # of the level: less noise than this is not told from rounding
 
 
+class RunningMean:
+    """An exponential mean over `memory` rows, and the lowest it has been since its memory was full."""
+
+    def __init__(self, memory: int):
+        self.memory = memory
+        self.count = 0
+        self.value = self.lowest = 0.0
+
+    @property
+    def rise(self) -> float:
+        """How far it is above its lowest."""
+        return self.value - self.lowest
+
+    def learn(self, loss: float) -> None:
+        """Takes a row in."""
+        self.count += 1
+        self.value += (loss - self.value) / min(self.count, self.memory)
+        # A mean of few rows is low by chance, and would stay the lowest.
+        self.lowest = min(self.lowest, self.value) if self.count >= self.memory else self.value
+
+
 class Baseline:
     """The running course of a loss, from the rows it was told to learn (the unflagged ones).
 
-    `slow` is their mean with a memory of SLOW_ROWS, `lowest` the lowest it has been.
+    `slow` and `slower` are their means over SLOW_ROWS and PACE times as many.
     """
 
     def __init__(self, window: int, floor: float):
         self.floor = floor
         self._noise = RollingWindow(window)  # residuals about the local level at their time
         self._grain = 0.0  # the smallest change ever seen: what the log was rounded to, or nearly 0
+        self._near = self._far = 0.0  # mean squared changes over one row, and over LEVEL_ROWS
+        self._changes = 0
         self.restart()
 
     def restart(self, losses: Iterable[float] = (), *, forget_noise: bool = False) -> None:
@@ -33,20 +60,41 @@ class Baseline:
         if forget_noise:
             self._noise = RollingWindow(self._noise.size)
         self._level = RollingWindow(LEVEL_ROWS)
-        self.slow = self.lowest = 0.0
-        self._count = 0  # rows in the slow mean, up to its memory
+        self.slow, self.slower = RunningMean(SLOW_ROWS), RunningMean(PACE * SLOW_ROWS)
+        self._marks: deque[float] = deque(maxlen=5)  # the slow mean now and then, for the descent
         for loss in losses:
             self.learn(loss)
+
+    def settle(self) -> None:
+        """Takes the present level for a new one: what came before is not its lowest."""
+        self.restart(list(self._level.values))
+
+    def repeats(self, loss: float) -> bool:
+        """Whether the last loss is held in the log: one written so finely is not met again by chance."""
+        return len(self._level) > 0 and loss == self._level.values[-1] and round(loss, 3) != loss
+
+    @property
+    def persistence(self) -> float:
+        """In how many rows the noise changes as much as it ever does: 1 when white, at most LEVEL_ROWS.
+
+        Rows of a log that was smoothed, or of data in an order, are no independent evidence.
+        """
+        return max(1.0, self._far / self._near) if self._near else 1.0
 
     @property
     def level(self) -> float | None:
         """The median of the last few rows, None before the first."""
         return self._level.median() if len(self._level) else None
 
-    @property
-    def rise(self) -> float:
-        """How far the slow mean is above its lowest."""
-        return self.slow - self.lowest
+    def fall(self, rows: int) -> float:
+        """How far the loss is expected to fall in the next `rows`, never negative.
+
+        The descent of late goes on as that of a power law does, ever slower.
+        """
+        if len(self._marks) < 2:
+            return 0.0
+        slope = (self._marks[0] - self._marks[-1]) / (TREND_ROWS * (len(self._marks) - 1))
+        return max(0.0, slope) * self.slow.count * math.log1p(min(rows, FORESIGHT) / self.slow.count)
 
     def expect(self, loss: float) -> tuple[float, float]:
         """The loss promised in place of `loss`, and one robust standard deviation of the noise."""
@@ -69,13 +117,17 @@ class Baseline:
         if len(self._level):
             self._noise.push(loss - self._level.median())
             change = abs(loss - self._level.values[-1])
+            if len(self._level) == LEVEL_ROWS:
+                self._changes = min(self._changes + 1, self.slower.memory)
+                self._near += (change**2 - self._near) / self._changes
+                self._far += ((loss - self._level.values[0]) ** 2 - self._far) / self._changes
             if 0 < change < (self._grain or math.inf):
                 self._grain = change
         self._level.push(loss)
-        self._count = min(self._count + 1, SLOW_ROWS)
-        self.slow += (loss - self.slow) / self._count
-        # A mean of few rows is low by chance, and would stay the lowest.
-        self.lowest = min(self.lowest, self.slow) if self._count == SLOW_ROWS else self.slow
+        self.slow.learn(loss)
+        self.slower.learn(loss)
+        if self.slow.count % TREND_ROWS == 0:
+            self._marks.append(self.slow.value)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; floats survive exactly."""
@@ -83,9 +135,11 @@ class Baseline:
             "noise": list(self._noise.values),
             "level": list(self._level.values),
             "grain": self._grain,
-            "slow": self.slow,
-            "lowest": self.lowest,
-            "count": self._count,
+            "changes": [self._changes, self._near, self._far],
+            "count": self.slow.count,
+            "slow": [self.slow.value, self.slow.lowest],
+            "slower": [self.slower.value, self.slower.lowest],
+            "marks": list(self._marks),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -93,4 +147,7 @@ class Baseline:
         self._noise = RollingWindow(self._noise.size, state["noise"])
         self._level = RollingWindow(LEVEL_ROWS, state["level"])
         self._grain = state["grain"]
-        self.slow, self.lowest, self._count = state["slow"], state["lowest"], state["count"]
+        self._changes, self._near, self._far = state["changes"]
+        for mean, (value, lowest) in ((self.slow, state["slow"]), (self.slower, state["slower"])):
+            mean.count, mean.value, mean.lowest = state["count"], value, lowest
+        self._marks = deque(state["marks"], maxlen=self._marks.maxlen)

@@ -11,16 +11,16 @@ MOST = 1000  # events searched for a period, the last ones: their pairs grow wit
 CHANCE = 0.02  # that events strewn at random show any such period
 
 
-def find_events(rows: Iterable[tuple[float, float]]) -> list[Event]:
+def find_events(rows: Iterable[tuple[float, float]], detector: SpikeDetector | None = None) -> list[Event]:
     """Every event in rows of (step, loss), in the order they were raised, each in its final state.
 
-    Takes one row at a time and keeps none.
+    Takes one row at a time and keeps none; `detector` may bring options of its own.
 
     >>> rows = [(step, 9.0 if step in (150, 350, 550) else 2 + step % 3 / 10) for step in range(600)]
     >>> [(event.kind, event.start, event.end, event.recurs_every) for event in find_events(rows)][:2]
     [('spike', 150, 160, 200), ('spike', 350, 360, 200)]
     """
-    detector, events = SpikeDetector(), dict[int, Event]()
+    detector, events = detector or SpikeDetector(), dict[int, Event]()
     lowest, highest, count = math.inf, -math.inf, 0
     for step, loss in rows:
         event = detector.update(step, loss)

@@ -2,43 +2,29 @@
 
 import math
 from collections import deque
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from stabilitykit.numerics.baseline import SLOW_ROWS, Baseline
+from stabilitykit.numerics.baseline import PACE, Baseline
 from stabilitykit.numerics.event import Event, spell
+from stabilitykit.numerics.trouble import SETTLE_FROM, Trouble
 
 __all__ = ["Event", "SpikeDetector"]
 
 BAND = 3.0  # robust sigmas: a row within is back to normal
+SLOW_BAND = 2.0  # the same after a slow rise
 DRIFT_FLOOR = 0.02  # of the level: a slow wander below this is data order, not trouble
-SETTLE_FROM = 64  # rows after which the slow mean has forgotten how an event began
-
-
-@dataclass(slots=True)
-class _Trouble:
-    """What is needed to see an open event of finite losses end."""
-
-    event: Event
-    sigma: float
-    band: float  # a row is back when it is fewer sigmas above the event's baseline
-    fast: bool  # raised by one row, not by a slow rise
-    passing: str  # what it is called if it comes back: "spike", or in start-up "transient"
-    mean: float  # slow mean of the loss since the start
-    mark: float = 0.0  # that mean when settling was last judged
-    rows: int = 1
-    quiet: int = 0  # rows in a row back in the band
-    grew: bool = False
 
 
 class SpikeDetector:
     """Raises an `Event` when a training loss leaves its recent course, and again when it comes back.
 
     One row is judged by its robust score: robust standard deviations above the local median, the
-    noise measured on the last `window` rows that were never flagged. Slow trouble is judged by the rise
-    of a slow mean over its lowest value, a one-sided cumulative test. Losses may be negative or below 1
-    and irregularly logged; a step that does not increase starts a new attempt. `score` is that of the
-    last row: 0 while nothing is known, nan for a loss that is not finite.
+    noise measured on the last `window` rows that were never flagged. Slow trouble is judged by a
+    one-sided cumulative sum (Page, Biometrika 1954) of what rows are above the lowest that a slow mean
+    has been, less an allowance; a creep by the rise of a mean sixteen times slower. Losses may be
+    negative or below 1 and irregularly logged; a step that does not increase starts a new attempt.
+    `score` is that of the last row: 0 while nothing is known, nan for a loss that is not finite.
 
     >>> detector = SpikeDetector()
     >>> raised = [detector.update(step, loss) for step, loss in enumerate([2.0, 2.1] * 50 + [5.0])]
@@ -48,7 +34,8 @@ class SpikeDetector:
     Args:
         threshold: robust sigmas above the local level from which one row is raised; twice that in
             start-up and on an attempt's second row.
-        drift: robust sigmas by which the slow mean must rise over its lowest.
+        slack: robust sigmas above the lowest slow mean that are taken for wander.
+        drift: robust sigmas to which what exceeds the slack must add up.
         window: rows from which the noise is measured.
         recover: rows in a row, back in the band, that close an event.
         startup: rows of a run from step 0 in which an event that passes is a `transient`.
@@ -63,24 +50,26 @@ class SpikeDetector:
         self,
         *,
         threshold: float = 6.5,
-        drift: float = 3.75,
+        slack: float = 2.75,
+        drift: float = 8.0,
         window: int = 128,
         recover: int = 10,
         startup: int = 50,
         settle: int = 400,
         floor: float = 1e-3,
     ):
-        for value in (threshold, drift, window, recover, startup, settle, floor):
+        for value in (threshold, slack, drift, window, recover, startup, settle, floor):
             if not value > 0:
                 raise ValueError(f"expected options of SpikeDetector above 0, got {value}")
-        self.threshold, self.drift, self.recover = threshold, drift, recover
-        self.startup, self.settle = startup, settle
+        self.threshold, self.slack, self.drift = threshold, slack, drift
+        self.recover, self.startup, self.settle = recover, startup, settle
         self.score = 0.0
         self._course = Baseline(window, floor)
         # One event is returned per row and a second one waits; steps that never increase raise more.
         self._due: deque[Event] = deque(maxlen=16)
         self._next_id = 1
-        self._trouble: _Trouble | None = None
+        self._trouble: Trouble | None = None
+        self._creep: Trouble | None = None  # so slow that sudden trouble is watched for meanwhile
         self._recent: deque[float] = deque(maxlen=SETTLE_FROM)  # rows of the open trouble
         self._broken: Event | None = None  # the open nonfinite event
         self._healthy = 0  # finite rows since the last non-finite one
@@ -93,6 +82,8 @@ class SpikeDetector:
         self._first_loss: float | None = None
         self._elevated: float | None = None  # first step of the present run of rows above the band
         self._risen: float | None = None  # first step of the present slow rise
+        self._excess = 0.0  # the cumulative sum of that rise
+        self._crept: float | None = None  # first step of the present creep
 
     @property
     def pending(self) -> list[Event]:
@@ -100,7 +91,8 @@ class SpikeDetector:
         return [replace(event) for event in [*self._due, *self._unfinished()]]
 
     def _unfinished(self) -> list[Event]:
-        return [event for event in (self._trouble and self._trouble.event, self._broken) if event]
+        broken = [] if self._broken is None else [self._broken]
+        return [*(trouble.event for trouble in (self._creep, self._trouble) if trouble), *broken]
 
     def update(self, step: float, loss: float) -> Event | None:
         """The Event that opens at this row, or that closes (same id, `end` set, kind final), else None."""
@@ -133,6 +125,8 @@ class SpikeDetector:
             if self._healthy >= self.recover:
                 self._close(self._broken, step)
                 self._broken = None
+        if self._creep is not None:
+            self._follow_creep(self._creep, step, loss)
         if self._trouble is not None:
             self._follow(self._trouble, step, loss)
         else:
@@ -146,80 +140,78 @@ class SpikeDetector:
         early = self._from_zero and self._rows <= self.startup
         # Humps are common in start-up, and one row says little about the noise of the next.
         cautious = early or self._rows <= 2
+        passing = "transient" if early else "spike"
         if self.score > self.threshold * (2 if cautious else 1):
-            self._raise(step, loss, self._elevated, expected, sigma, early=early, fast=True)
+            event = self._open(passing, step, self._elevated, loss, expected, self.score)
+            self._trouble = self._trouble_of(event, passing, sigma, BAND)
+            return
+        if course.repeats(loss):
             return
         course.learn(loss)
-        self._risen = _since(self._risen, step, course.rise > sigma / 2)
-        if course.rise > max(self.drift * sigma, DRIFT_FLOOR * abs(course.lowest)):
-            self._raise(step, loss, self._risen, course.lowest, sigma, early=early, fast=False)
+        if self._creep is None:
+            self._watch_slow(step, loss, sigma, early=early)
 
-    def _raise(
-        self,
-        step: float,
-        loss: float,
-        onset: float | None,
-        baseline: float,
-        sigma: float,
-        *,
-        early: bool,
-        fast: bool,
-    ) -> None:
+    def _watch_slow(self, step: float, loss: float, sigma: float, *, early: bool) -> None:
+        rise, creep = self._course.slow, self._course.slower
         passing = "transient" if early else "spike"
-        kind = passing if fast else "divergence"
-        event = self._open(kind, step, onset, loss, baseline, (loss - baseline) / sigma)
-        band, mean = (BAND, loss) if fast else (self.drift / 2, self._course.slow)
-        self._trouble = _Trouble(event, sigma, band, fast, passing, mean)
-        self._recent.clear()
+        self._accumulate(step, loss, sigma)
+        self._crept = _since(self._crept, step, creep.rise > sigma / 4)
+        crept = creep.rise > max(sigma / 2, DRIFT_FLOOR * abs(creep.lowest))
+        enough = self.drift * self._course.persistence * (2 if early else 1)
+        if crept or (creep.rise > rise.rise / 2 and self._excess > enough):
+            event = self._open("divergence", step, self._crept, loss, creep.lowest, creep.rise / sigma)
+            self._creep = self._trouble_of(event, passing, sigma, SLOW_BAND, back=creep.rise / 2, pace=PACE)
+        elif self._excess > enough:
+            onset, score = self._risen, (loss - rise.lowest) / sigma
+            event = self._open("divergence", step, onset, loss, rise.lowest, score)
+            self._trouble = self._trouble_of(event, passing, sigma, SLOW_BAND, back=self.slack * sigma / 2)
 
-    def _follow(self, trouble: _Trouble, step: float, loss: float) -> None:
-        event = trouble.event
-        self.score = (loss - event.baseline) / trouble.sigma
-        if loss > event.peak:
-            event.peak, event.peak_step, event.score = loss, step, self.score
+    def _accumulate(self, step: float, loss: float, sigma: float) -> None:
+        lowest = self._course.slow.lowest
+        above = min((loss - lowest) / sigma, self.threshold)  # a row that was not raised proves little
+        self._excess = max(0.0, self._excess + above - max(self.slack, DRIFT_FLOOR * abs(lowest) / sigma))
+        self._risen = _since(self._risen, step, self._excess > 0)
+
+    def _trouble_of(
+        self, event: Event, passing: str, sigma: float, band: float, back: float | None = None, pace: int = 1
+    ) -> Trouble:
+        first = self._first_loss if self._from_zero else None
+        learnt = first is not None and first - event.baseline > abs(event.baseline) / 10
+        mean = event.peak - event.baseline if pace == 1 else self._course.slower.rise
+        untrained = first if learnt else None  # a run begun from a checkpoint has no such loss
+        self._recent.clear()
+        return Trouble(event, passing, sigma, band, back, untrained, mean, pace)
+
+    def _follow(self, trouble: Trouble, step: float, loss: float) -> None:
+        self.score = trouble.score(loss)
         self._recent.append(loss)
-        trouble.rows += 1
-        memory = min(trouble.rows, SLOW_ROWS) if trouble.fast else SLOW_ROWS
-        trouble.mean += (loss - trouble.mean) / memory
-        trouble.quiet = trouble.quiet + 1 if self.score < trouble.band else 0
-        if trouble.quiet >= self.recover:
-            event.kind = trouble.passing
-            self._end_trouble(event, step)
+        state = trouble.take(step, loss, self._course.fall, recover=self.recover, settle=self.settle)
+        if state == "back":
+            self._end_trouble(trouble.event, step)
             for value in list(self._recent)[-self.recover :]:
                 self._course.learn(value)
-        elif trouble.rows == SETTLE_FROM:
-            trouble.mark = trouble.mean
-        elif trouble.rows >= SETTLE_FROM + self.settle:
-            self._judge_settling(trouble, step)
-        elif trouble.fast and trouble.rows < SETTLE_FROM:
-            event.kind = self._young_kind(trouble, loss)
-
-    def _young_kind(self, trouble: _Trouble, loss: float) -> str:
-        """What a sudden event looks like so far: it passes once a quarter of the rise is lost."""
-        event = trouble.event
-        falling = event.peak - loss >= (event.peak - event.baseline) / 4
-        ruined = self._from_zero and self._first_loss is not None and loss > self._first_loss
-        return trouble.passing if falling and not ruined else "divergence"
-
-    def _judge_settling(self, trouble: _Trouble, step: float) -> None:
-        """Still falling, still rising, stuck high, or flat at a new level: the last ends the event."""
-        event, sigma = trouble.event, trouble.sigma
-        rise, growth = trouble.mark - event.baseline, trouble.mean - trouble.mark
-        notable = max(abs(rise) / 4, sigma / 2)
-        trouble.grew = trouble.grew or growth > notable
-        trouble.mark, trouble.rows = trouble.mean, SETTLE_FROM
-        if growth < -notable:
-            event.kind = trouble.passing
-        elif trouble.grew or rise > max(10 * sigma, abs(event.baseline) / 2):
-            event.kind = "divergence"
-        else:
-            event.kind = "shift" if rise > trouble.band * sigma / 2 else trouble.passing
-            self._end_trouble(event, step)
+        elif state == "settled":
+            self._end_trouble(trouble.event, step)
             self._course.restart(self._recent)
+
+    def _follow_creep(self, creep: Trouble, step: float, loss: float) -> None:
+        state = creep.take(step, loss, self._course.fall, recover=self.recover, settle=self.settle)
+        if state == "open":
+            return
+        self._close(creep.event, step)
+        self._creep = None
+        self._forget_rise()
+        if state == "settled":
+            self._course.settle()
 
     def _end_trouble(self, event: Event, step: float) -> None:
         self._close(event, step)
-        self._trouble = self._elevated = self._risen = None
+        self._trouble = self._elevated = None
+        self._forget_rise()
+
+    def _forget_rise(self) -> None:
+        self._risen = self._crept = None
+        self._excess = 0.0
 
     def _take_nonfinite(self, step: float, loss: float) -> None:
         self.score = math.nan
@@ -232,7 +224,7 @@ class SpikeDetector:
     def _close_attempt(self) -> None:
         for event in self._unfinished():
             self._close(event, self._last)
-        self._trouble = self._broken = None
+        self._trouble = self._creep = self._broken = None
         self._course.restart()
         self._begin_attempt()
 
@@ -249,21 +241,21 @@ class SpikeDetector:
         event.end = step
         self._due.append(replace(event))
 
-    _PLAIN = ("_next_id", "_healthy", "_rows", "_first", "_last", "_from_zero", "_first_loss")
+    _PLAIN = ("_next_id", "_healthy", "_rows", "_first", "_last", "_from_zero", "_first_loss", "_excess")
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that was learnt, JSON-able; the options are the constructor's and stay out."""
-        trouble = self._trouble
+        open_ones = {"trouble": self._trouble, "creep": self._creep, "broken": self._broken}
         return {
             **{name.strip("_"): getattr(self, name) for name in self._PLAIN},
             "score": spell(self.score),
             "elevated": self._elevated,
             "risen": self._risen,
+            "crept": self._crept,
             "recent": list(self._recent),
             "course": self._course.state_dict(),
             "due": [event.to_dict() for event in self._due],
-            "broken": self._broken.to_dict() if self._broken else None,
-            "trouble": {**asdict(trouble), "event": trouble.event.to_dict()} if trouble else None,
+            **{name: found and found.to_dict() for name, found in open_ones.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -271,14 +263,14 @@ class SpikeDetector:
         for name in self._PLAIN:
             setattr(self, name, state[name.strip("_")])
         self.score = float(state["score"])
-        self._elevated, self._risen = state["elevated"], state["risen"]
+        self._elevated, self._risen, self._crept = state["elevated"], state["risen"], state["crept"]
         self._recent = deque(state["recent"], maxlen=SETTLE_FROM)
         self._course.load_state_dict(state["course"])
         self._due.clear()
         self._due.extend(Event.from_dict(row) for row in state["due"])
         self._broken = Event.from_dict(state["broken"]) if state["broken"] else None
-        row = state["trouble"]
-        self._trouble = _Trouble(**{**row, "event": Event.from_dict(row["event"])}) if row else None
+        self._trouble = Trouble.from_dict(state["trouble"]) if state["trouble"] else None
+        self._creep = Trouble.from_dict(state["creep"]) if state["creep"] else None
 
 
 def _since(first: float | None, step: float, holds: bool) -> float | None:

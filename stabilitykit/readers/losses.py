@@ -1,39 +1,23 @@
-"""Loss logs of any trainer, one row at a time: CSV, JSONL, our own records, text by a pattern."""
+"""Loss logs of any trainer, one row at a time: tables, JSONL, our records, TensorBoard, W&B, text."""
 
 import csv
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from stabilitykit.readers import offline, tensorboard
+from stabilitykit.readers.columns import ROW, choose, find_loss, no_loss
+from stabilitykit.readers.presets import expression_of
 from stabilitykit.runlog import RECORDS, find_folder, read_records
 
-LOSS_NAMES = (
-    "loss",
-    "train_loss",
-    "train/loss",
-    "loss/value",
-    "loss/train",
-    "training_loss",
-    "train_loss_step",
-    "train/loss_step",
-    "lm loss",
-)
-_NUMBER = r"[-+]?(?:nan|inf|[\d.]+(?:[eE][-+]?\d+)?)"
-PRESETS = {
-    # karpathy/nanoGPT, train.py: "iter 100: loss 2.3456, time 93.11ms, mfu 12.34%"
-    "nanogpt": rf"^iter (?P<step>\d+): loss (?P<loss>{_NUMBER})",
-    # karpathy/llm.c: main.log "s:12 trl:3.4567 lr:...", the screen "step   12/19560 | loss 3.45 ..."
-    "llmc": rf"^(?:s:|step\s+)(?P<step>\d+)(?:/\d+)?[ |:]+(?:trl:|(?:train )?loss )(?P<loss>{_NUMBER})",
-    # NVIDIA/Megatron-LM: " iteration      100/  500000 | ... | lm loss: 6.400000E+00 | ..."
-    "megatron": rf"iteration\s+(?P<step>\d+)/\s*\d+ \|.*\| lm loss: (?P<loss>{_NUMBER})",
-}
-ROW = "row"  # the step column of a log that has none: its rows are counted from 0
 MOST_PROBLEMS = 20
+LONGEST = 1 << 20  # characters of a line: a file without line breaks must not fill the memory
 
 Cells = Iterator[tuple[int, Any, Any]]  # line number, step and loss as they were found
 
@@ -63,8 +47,9 @@ def read_losses(
     """The losses of a log, of which no more than a row is held in memory (our own records: all).
 
     Args:
-        path: a CSV or TSV file with a header, a file of one JSON object per line, a run's folder or
-            its records, or with `pattern` or `preset` any text.
+        path: a CSV or TSV file with a header, a file of one JSON object per line, a TensorBoard event
+            file, a .wandb file, our records, a folder that holds one of these, or with `pattern` or
+            `preset` any text.
         loss: the loss column; by default the first of LOSS_NAMES that is there.
         step: the step column; by default one named step, else the first.
         nan: whether a NaN is a "value", or "missing" and skipped. Empty cells are always skipped.
@@ -84,9 +69,15 @@ def read_losses(
     if pattern is not None or preset is not None:
         if loss is not None or step is not None:
             raise ValueError("expected either columns or a pattern, got both")
-        names, cells = _text_cells(path, _expression(pattern, preset))
-    elif path.is_dir() or path.name == RECORDS:
-        names, cells = _own_cells(path, loss or "loss/value", problems)
+        names, cells = _text_cells(path, expression_of(pattern, preset))
+    elif path.is_dir():
+        names, cells = _folder_cells(path, loss, step, problems)
+    elif path.name == RECORDS:
+        names, cells = _own_cells(path.parent, loss or "loss/value", problems)
+    elif path.match(tensorboard.PATTERN):
+        names, cells = _board_cells(path, [path], loss, step, problems)
+    elif path.match(offline.PATTERN):
+        names, cells = _wandb_cells(path, loss, step, problems)
     elif _first_line(path).startswith("{"):
         names, cells = _json_cells(path, loss, step, problems)
     else:
@@ -137,16 +128,18 @@ def _not_a_number(cell: Any, column: str, line: int, path: Path) -> ValueError:
 
 
 def _first_line(path: Path) -> str:
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        for line in file:
-            if line.strip():
-                return line.strip()
+    for line in _lines(path):
+        if line.strip():
+            return line.strip()
     raise ValueError(f"expected a log, got the empty file {path}")
 
 
 def _lines(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        yield from file
+        while line := file.readline(LONGEST):
+            if len(line) == LONGEST:
+                raise ValueError(f"expected lines in {path}, got one longer than {LONGEST:,} characters")
+            yield line
 
 
 def _note(problems: list[str], problem: str) -> None:
@@ -162,7 +155,7 @@ def _csv_cells(
 ) -> tuple[tuple[str, str], Cells]:
     rows = _table(path, delimiter=max(",\t;", key=_first_line(path).count))
     columns = [cell.strip() for cell in next(rows)[1]]
-    names = _choose(columns, loss, step, path)
+    names = choose(columns, loss, step, path)
     loss_at = columns.index(names[0])
     step_at = columns.index(names[1]) if names[1] != ROW else None
 
@@ -190,16 +183,21 @@ def _table(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
 def _json_cells(
     path: Path, loss: str | None, step: str | None, problems: list[str]
 ) -> tuple[tuple[str, str], Cells]:
-    rows = _objects(path, problems)
-    wanted = LOSS_NAMES if loss is None else (loss,)
+    return _row_cells(_objects(path, problems), path, loss, step)
+
+
+def _row_cells(
+    rows: Iterator[tuple[int, dict[str, Any]]], path: Path, loss: str | None, step: str | None
+) -> tuple[tuple[str, str], Cells]:
+    """Of rows that each bring their own keys, the first with a loss tells the columns."""
     seen: dict[str, None] = {}  # keys in order; rows without a loss may come first
     for first in rows:
         seen |= dict.fromkeys(first[1])
-        if not seen.keys().isdisjoint(wanted):
+        if find_loss(list(first[1]), loss) is not None:
             break
     else:
-        raise _no_loss(list(seen), loss, path)
-    names = loss_column, step_column = _choose(list(first[1]), loss, step, path)
+        raise no_loss(list(seen), loss, path)
+    names = loss_column, step_column = choose(list(first[1]), loss, step, path)
     counted = step_column == ROW
 
     def cells() -> Cells:
@@ -223,55 +221,51 @@ def _objects(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, A
             _note(problems, f"{path.name}:{number}: not a JSON object, the line was skipped")
 
 
-def _choose(columns: Sequence[str], loss: str | None, step: str | None, path: Path) -> tuple[str, str]:
-    """The loss and the step column."""
-    wanted = LOSS_NAMES if loss is None else (loss,)
-    loss_column = next((name for name in wanted if name in columns), None)
-    if loss_column is None:
-        raise _no_loss(columns, loss, path)
-    if step is not None and step not in columns:
-        raise ValueError(f"expected a step column {step!r} in {path}, found {_listed(columns)}")
-    named = next((name for name in columns if name.lower() == "step"), columns[0])
-    return loss_column, step or (named if named != loss_column else ROW)
+def _folder_cells(
+    path: Path, loss: str | None, step: str | None, problems: list[str]
+) -> tuple[tuple[str, str], Cells]:
+    """Our records, else TensorBoard events, a W&B run, Lightning's metrics.csv; of several the newest."""
+    if any(path.rglob(RECORDS)):
+        return _own_cells(path, loss or "loss/value", problems)
+    for pattern in (tensorboard.PATTERN, offline.PATTERN, "metrics.csv"):
+        found = sorted(path.rglob(pattern), key=lambda file: (file.stat().st_mtime, file.name))
+        if not found:
+            continue
+        folder = found[-1].parent
+        if any(file.parent != folder for file in found):
+            _note(problems, f"{path}: several runs, the newest was read: {folder}")
+        files = sorted(file for file in found if file.parent == folder)
+        if pattern == tensorboard.PATTERN:
+            return _board_cells(folder, files, loss, step, problems)
+        if pattern == offline.PATTERN:
+            return _wandb_cells(files[-1], loss, step, problems)
+        return _csv_cells(files[-1], loss, step, problems)
+    inside = ", ".join(sorted(file.name for file in path.iterdir())[:10]) or "nothing"
+    wanted = f"{RECORDS}, TensorBoard events, a .wandb file or metrics.csv"
+    raise ValueError(f"expected {wanted} in {path}, found {inside}")
 
 
-def _no_loss(columns: Sequence[str], loss: str | None, path: Path) -> ValueError:
-    what = repr(loss) if loss is not None else "such as " + ", ".join(LOSS_NAMES[:3])
-    return ValueError(
-        f"expected a loss column {what} in {path}, found {_listed(columns)}; "
-        "name it with --loss, or read text with --preset or --pattern"
-    )
+def _board_cells(
+    path: Path, files: Sequence[Path], loss: str | None, step: str | None, problems: list[str]
+) -> tuple[tuple[str, str], Cells]:
+    return _row_cells(tensorboard.scalars(files, partial(_note, problems)), path, loss, step)
 
 
-def _listed(columns: Iterable[str]) -> str:
-    names = [repr(name[:40]) for name in columns] or ["none"]
-    return ", ".join(names[:30]) + (f" and {len(names) - 30} more" if len(names) > 30 else "")
+def _wandb_cells(
+    path: Path, loss: str | None, step: str | None, problems: list[str]
+) -> tuple[tuple[str, str], Cells]:
+    return _row_cells(offline.history(path, partial(_note, problems)), path, loss, step)
 
 
 def _own_cells(path: Path, key: str, problems: list[str]) -> tuple[tuple[str, str], Cells]:
-    records = read_records(find_folder(path if path.is_dir() else path.parent))
+    records = read_records(find_folder(path))
     problems += records.problems
     with_key = [record for record in records.rows if key in record.values]
     if not with_key:
         keys = sorted({key for record in records.rows for key in record.values})
-        raise _no_loss(keys, key, path)
+        raise no_loss(keys, key, path)
     cells = ((line, record.step, record.values[key]) for line, record in enumerate(with_key, 1))
     return (key, "step"), cells
-
-
-def _expression(pattern: str | None, preset: str | None) -> re.Pattern[str]:
-    if pattern is not None and preset is not None:
-        raise ValueError("expected a pattern or a preset, got both")
-    if preset is not None and preset not in PRESETS:
-        raise ValueError(f"expected a preset of {', '.join(PRESETS)}, got {preset!r}")
-    text = PRESETS[preset] if preset is not None else pattern or ""
-    try:
-        expression = re.compile(text)
-    except re.error as problem:
-        raise ValueError(f"expected a regular expression, got {text!r}: {problem}") from problem
-    if not {"step", "loss"} <= expression.groupindex.keys():
-        raise ValueError(f"expected groups (?P<step>...) and (?P<loss>...) in the pattern, got {text!r}")
-    return expression
 
 
 def _text_cells(path: Path, expression: re.Pattern[str]) -> tuple[tuple[str, str], Cells]:

@@ -1,7 +1,7 @@
 """What all figures over steps are made of: lines with gaps and crosses, stacked rows, axes, the frame."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from stabilitykit.catalog import metric_of
@@ -14,7 +14,12 @@ Trace = dict[str, Any]
 
 
 def draw_line(
-    steps: list[int], values: list[float], name: str, colour: str, axis: str, flags: set[int]
+    steps: Sequence[float],
+    values: Sequence[float],
+    name: str,
+    colour: str,
+    axis: str,
+    flags: Collection[float],
 ) -> list[Trace]:
     """The thinned curve, and crosses at the top where it is not finite."""
     keep = [at for at, step in enumerate(steps) if step in flags]

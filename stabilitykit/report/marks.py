@@ -12,7 +12,7 @@ from stabilitykit.runlog import Records
 BAD, MUTED, BLUE = "#e5484d", "#8b8d98", "#3e7bfa"
 
 
-def event_markers(flagged: Sequence[dict[str, Any]], values: list[float]) -> dict[str, Any]:
+def event_markers(flagged: Sequence[dict[str, Any]], values: Sequence[float]) -> dict[str, Any]:
     """A diamond at each event's peak; at the top of the curve when the peak is not finite."""
     top = max((value for value in values if math.isfinite(value)), default=1.0)
     peaks = [number(event.get("peak")) for event in flagged]
@@ -46,7 +46,7 @@ def _event_text(event: dict[str, Any]) -> str:
     return "<br>".join(plain(line) for line in lines if line)
 
 
-def event_spans(flagged: Sequence[dict[str, Any]], last: int) -> list[dict[str, Any]]:
+def event_spans(flagged: Sequence[dict[str, Any]], last: float) -> list[dict[str, Any]]:
     """A shaded interval per event, up to step `last` for one still open."""
 
     def span(event: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Long curves made short without losing an extreme, a flagged step or a gap."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 
@@ -29,8 +29,8 @@ def thin(values: Sequence[float], limit: int = 2000, *, keep: Collection[int] = 
 
 
 def with_gaps(
-    steps: Sequence[int], values: Sequence[float], limit: int = 2000, *, keep: Collection[int] = ()
-) -> tuple[list[int], list[float | None]]:
+    steps: Sequence[float], values: Sequence[float], limit: int = 2000, *, keep: Collection[int] = ()
+) -> tuple[list[float], list[float | None]]:
     """The thinned curve (x, y); y is None where a value, drawn or thinned away, is not finite.
 
     >>> with_gaps([0, 1, 2], [1.0, float("nan"), 2.0])
@@ -53,3 +53,53 @@ def _one_per_gap(drawn: list[int], bad: list[int]) -> list[int]:
         if at is not None and at < right:
             found.append(at)
     return found
+
+
+class Sketch:
+    """A curve of any length in bounded memory: the lowest, the highest, a bad point of each stretch.
+
+    >>> sketch = Sketch(stretches=2)
+    >>> len(list(sketch.through(enumerate([5.0, 1.0, 9.0, 2.0, 3.0, 4.0, 3.5, 3.0]))))
+    8
+    >>> sketch.points()
+    [(1, 1.0), (2, 9.0), (4, 3.0), (5, 4.0)]
+    """
+
+    def __init__(self, stretches: int = 5000):
+        self.rows = 0
+        self._most = stretches
+        self._size = 1  # rows of a stretch
+        self._stretches: list[_Extremes] = []
+
+    def through(self, rows: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+        """The rows as they are, each taken in as it passes."""
+        for step, value in rows:
+            if self.rows == self._most * self._size:
+                pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
+                self._stretches = [_merged([*a, *b]) for a, b in pairs]
+                self._size *= 2
+            point = (self.rows, step, value)
+            if self.rows % self._size == 0:
+                self._stretches.append([point])
+            else:
+                self._stretches[-1] = _merged([*self._stretches[-1], point])
+            self.rows += 1
+            yield step, value
+
+    def points(self) -> list[tuple[float, float]]:
+        """The points that stayed, in the order of their rows."""
+        return [(step, value) for stretch in self._stretches for _, step, value in stretch]
+
+
+_Extremes = list[tuple[int, float, float]]  # row, step, value
+
+
+def _merged(points: _Extremes) -> _Extremes:
+    finite = [point for point in points if math.isfinite(point[2])]
+    kept = {id(point): point for point in points if not math.isfinite(point[2])}
+    kept = dict(list(kept.items())[:1])
+    if finite:
+        for pick in (min, max):
+            point = pick(finite, key=lambda point: point[2])
+            kept[id(point)] = point
+    return sorted(kept.values())
