@@ -36,8 +36,9 @@ class Resume:
         if self._saved is None:
             return
         for callback in trainer.checkpoint_callbacks:
-            kept = [*getattr(callback, "best_k_models", ()), getattr(callback, "last_model_path", "")]
-            for path in map(Path, filter(None, kept)):
+            latest = [getattr(callback, f"{which}_model_path", "") for which in ("best", "last")]
+            kept = {*getattr(callback, "best_k_models", ()), *latest} - {""}
+            for path in map(Path, kept):
                 written = path.stat().st_mtime_ns if path.exists() else 0
                 if self._written.get(str(path)) != written:
                     self._written[str(path)] = written
