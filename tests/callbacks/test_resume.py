@@ -12,6 +12,7 @@ import tiny
 from stabilitykit import LossMonitor
 from stabilitykit.callbacks.resume import Resume
 from stabilitykit.cli import main
+from stabilitykit.gpt.module import GPTModule, TextData
 from stabilitykit.runlog import read_records
 
 
@@ -90,18 +91,19 @@ data:
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_the_command_of_an_event_resumes_before_it_without_its_batches(tmp_path, monkeypatch, capfd):
-    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    draw = torch.Generator().manual_seed(0)
+    (tmp_path / "a.txt").write_bytes(bytes(torch.randint(97, 123, (4000,), generator=draw).tolist()))
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(folder=tmp_path))
     monkeypatch.setattr("sys.argv", ["stabilitykit"])
-    planted = 130
+    data = TextData(str(tmp_path / "a.txt"), batch_size=2, context=8)
+    data.setup("fit")
+    planted, plain = 130, GPTModule.training_step
+    poison_rows = data.train_dataloader()[planted][0]
 
     def poison(self, batch, batch_idx):
         loss = plain(self, batch, batch_idx)
-        return loss * 4 if windows(batch) == windows(self.trainer.train_dataloader[planted]) else loss
+        return loss * 4 if torch.equal(batch[0], poison_rows) else loss
 
-    from stabilitykit.gpt.module import GPTModule
-
-    plain = GPTModule.training_step
     monkeypatch.setattr(GPTModule, "training_step", poison)
     assert main(["fit", "--config", str(tmp_path / "recipe.yaml")]) == 0
     run = tmp_path / "lightning_logs" / "version_0"
@@ -119,10 +121,6 @@ def test_the_command_of_an_event_resumes_before_it_without_its_batches(tmp_path,
     assert again.of("event") == []
     assert len(again.of("loss")) == 150
     capfd.readouterr()
-
-
-def windows(batch):
-    return batch[0].tolist()
 
 
 class Scripted(LightningModule):
