@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from stabilitykit.observe.watch import watch
     from stabilitykit.parallel.layout import shard, unshard
     from stabilitykit.parallel.ring import ring_attention
+    from stabilitykit.skiplist import SkippingBatchSampler
 
 _HOMES = {
     "Arm": "observe.arm",
     "AttentionCall": "observe.tap",
     "AttentionMonitor": "callbacks",
     "LossMonitor": "callbacks",
+    "SkippingBatchSampler": "skiplist",
     "SpikeDetector": "numerics.spikes",
     "Tap": "observe.tap",
     "Twin": "observe.twin",
@@ -43,6 +45,7 @@ __all__ = [
     "AttentionCall",
     "AttentionMonitor",
     "LossMonitor",
+    "SkippingBatchSampler",
     "SpikeDetector",
     "Tap",
     "Twin",

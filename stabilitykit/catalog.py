@@ -40,7 +40,8 @@ METRICS: tuple[Metric, ...] = (
         "loss/value",
         "nats",
         "high",
-        "loss of the optimizer step: mean over its micro-batches and ranks",
+        "loss of the optimizer step: mean over its micro-batches and ranks, weighted by tokens where the "
+        "module says how many",
     ),
     Metric("loss/grad_norm", "", "high", "L2 norm of all gradients, unscaled, before clipping"),
     Metric(
@@ -49,7 +50,23 @@ METRICS: tuple[Metric, ...] = (
         "high",
         "how far the loss is above its own recent median, in robust standard deviations",
     ),
-    Metric("loss/event", "count", "high", "1 on a step at which an event was raised", {"any": 1.0}),
+    Metric(
+        "loss/spike_score",
+        "%",
+        "high",
+        "share of the last 1000 losses at least 7 standard deviations off the mean of the 1000 before",
+        source="OLMo 2, arXiv 2501.00656",
+    ),
+    Metric(
+        "loss/event", "count", "high", "1 on a step at which an event of the loss was raised", {"any": 1.0}
+    ),
+    Metric(
+        "loss/skipped",
+        "count",
+        "high",
+        "1 on a step whose update was not made: by action `skip`, or because float16 overflowed",
+    ),
+    Metric("loss/scale", "", "low", "GradScaler's loss scale after the step, under float16"),
     Metric(
         "attention/roundoff_ratio",
         "ratio",

@@ -6,19 +6,20 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "stabilitykit"
-MATHS = {"records", "catalog", "numerics"}
+MATHS = {"records", "catalog", "skiplist", "numerics"}
 EVERYTHING_ABOVE = {
     *MATHS, "runlog", "readers", "parallel", "observe", "gpt", "report", "callbacks", "faults",
 }  # fmt: skip
 ARROWS: dict[str, set[str]] = {
     "records": set(),
     "catalog": set(),
+    "skiplist": set(),
     "numerics": set(),
     "runlog": {"records"},
     "readers": {"records", "runlog"},
     "parallel": {"numerics", "records"},
     "observe": {"numerics", "records"},
-    "gpt": {"parallel"},
+    "gpt": {"parallel", "skiplist"},
     "report": {"catalog", "records", "runlog"},
     "callbacks": {
         "numerics",
@@ -27,6 +28,7 @@ ARROWS: dict[str, set[str]] = {
         "catalog",
         "records",
         "runlog",
+        "skiplist",
         "report.sinks",
     },
     "faults": {"numerics", "observe"},
@@ -42,9 +44,12 @@ TORCHLESS = (
     "records.py",
     "runlog.py",
     "catalog.py",
+    "skiplist.py",
     "report/",
     "readers/losses.py",
     "numerics/spikes.py",
+    "numerics/gradients.py",
+    "numerics/spike_score.py",
 )
 
 

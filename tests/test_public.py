@@ -12,6 +12,7 @@ NAMES = [
     "AttentionCall",
     "AttentionMonitor",
     "LossMonitor",
+    "SkippingBatchSampler",
     "SpikeDetector",
     "Tap",
     "Twin",

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.optim import Optimizer
 
+from stabilitykit.callbacks.monitor import AnyCallback
 from stabilitykit.callbacks.run import world
+from stabilitykit.callbacks.training import drop_update
 from stabilitykit.observe.apart import sharded
 from stabilitykit.observe.arm import Arm
 from stabilitykit.observe.twin import Twin
@@ -55,10 +57,13 @@ class Lockstep:
         """`training_step` is the module's own again."""
         self._open.close()
 
-    def step(self) -> None:
-        """Automatic optimisation: every twin's optimizer steps; the main gradients are complete."""
+    def step(self, *, vetoed: bool = False) -> None:
+        """Automatic optimisation: every twin's optimizer steps; the main gradients are complete.
+
+        A `vetoed` update is not made by the twins either.
+        """
         for name, twin in self.twins.items():
-            with self._acting(name, twin):
+            with self._acting(name, twin, [_Veto()] if vetoed else []):
                 _average(twin)
                 twin.step(functools.partial(self._optimizer_step, self._losses[name]))
 
@@ -102,12 +107,12 @@ class Lockstep:
         self._plugin.post_backward(scaled, self._module)
 
     @contextmanager
-    def _acting(self, name: str, twin: Twin) -> Iterator[None]:
-        """The Trainer has the twin's scaler and optimizers, and no callbacks."""
+    def _acting(self, name: str, twin: Twin, callbacks: Sequence[Any] = ()) -> Iterator[None]:
+        """The Trainer has the twin's scaler and optimizers, and no callbacks but these."""
         trainer, module, strategy = self._trainer, self._module, self._trainer.strategy
         twin.at = self._step_index()
         with ExitStack() as stack:
-            stack.enter_context(_holding(trainer, callbacks=[], should_stop=trainer.should_stop))
+            stack.enter_context(_holding(trainer, callbacks=list(callbacks), should_stop=trainer.should_stop))
             if hasattr(self._plugin, "scaler"):
                 stack.enter_context(_holding(self._plugin, scaler=twin.scaler))
             elif twin.scaler is not None:
@@ -169,6 +174,13 @@ def _states(group: dict[str, Any]) -> int:
     if "betas" in group or "momentum" not in group:
         return 3 if group.get("amsgrad") else 2
     return 1 if group["momentum"] else 0
+
+
+class _Veto(AnyCallback):
+    """Stands beside a twin's optimizer step that is not to be made."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        drop_update(trainer, optimizer)
 
 
 class _Idle:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from stabilitykit.callbacks.run import Run
+from stabilitykit.callbacks.training import drop_update
 
 
 def _callback_classes() -> tuple[type, ...]:
@@ -24,13 +25,13 @@ def _callback_classes() -> tuple[type, ...]:
     return tuple(found)
 
 
-_Callback: Any = type("_Callback", _callback_classes(), {})
+AnyCallback: Any = type("AnyCallback", _callback_classes(), {})
 
 
 _RUNS: "WeakKeyDictionary[Any, Run]" = WeakKeyDictionary()
 
 
-class Monitor(_Callback):
+class Monitor(AnyCallback):
     """Decides when, measures, and writes one record per optimizer step and kind.
 
     Args:
@@ -76,6 +77,10 @@ class Monitor(_Callback):
     def open_step(self, trainer: Any, module: Any) -> None:
         """Before the first micro-batch of an optimizer step."""
 
+    def veto(self, trainer: Any, module: Any, optimizer: Any) -> bool:
+        """Whether this update must not be made; asked before any monitor sees the gradients."""
+        return False
+
     def before_optimizer(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Gradients are complete and unscaled, not yet clipped."""
 
@@ -120,8 +125,13 @@ class Monitor(_Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """An optimizer is about to step: this batch ends an optimizer step."""
-        self.run.stepped = True
+        if self._first:
+            self.run.stepped = True
+            vetoes = [monitor.veto(trainer, pl_module, optimizer) for monitor in self.run.monitors]
+            self.run.vetoed = any(vetoes)
         self.before_optimizer(trainer, pl_module, optimizer)
+        if self.run.vetoed and self.run.monitors[-1] is self:
+            drop_update(trainer, optimizer)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

@@ -30,6 +30,7 @@ class Run:
         self.attempt = 1
         self.folder: Path | None = None
         self.stepped = False
+        self.vetoed = False  # this step's update is not made
         self.new_step = True
         self.costs: dict[str, float] = dict.fromkeys((m.kind for m in monitors), 0.0)
         self.resumed: dict[str, Any] | None = None
@@ -84,7 +85,7 @@ class Run:
             return
         if (self.step + 1) % OVERHEAD_EVERY_N_STEPS == 0:
             self.write("overhead", self.step, self.overhead())
-        self.stepped = False
+        self.stepped = self.vetoed = False
         self.step += 1
         self.send(before=self.step - 1)
 

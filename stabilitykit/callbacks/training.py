@@ -1,9 +1,10 @@
-"""What a trainer does with the loss: its scale, and training_step called once more on one sequence."""
+"""What a trainer does with the loss: its scale, its update, and training_step once more on one sequence."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -13,6 +14,40 @@ def loss_scale(trainer: Any, module: Any) -> float:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     divided = trainer.accumulate_grad_batches if module.automatic_optimization else 1
     return (1.0 if scaler is None else scaler.get_scale()) / divided
+
+
+def scale_tensor(trainer: Any, device: torch.device) -> Tensor | None:
+    """GradScaler's factor as a tensor, read without waiting for the device; None without a scaler."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return None if scaler is None else scaler.scale(torch.ones((), device=device))
+
+
+def unscales_itself(optimizer: Any) -> bool:
+    """Whether the optimizer takes gradients that GradScaler has not unscaled (fused ones)."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def drop_update(trainer: Any, optimizer: Any) -> None:
+    """Makes the optimizer's coming step an empty one: no gradients, hence no change of weights or state.
+
+    Schedules, the step count and GradScaler go on as after any step.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and unscales_itself(optimizer):
+        scaler.unscale_(optimizer)  # which looks for inf; without gradients the step could not
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def vocabulary(module: Any) -> int | None:
+    """The size of the vocabulary, from the hyper-parameters or the config of a part; None: not known."""
+    places = [getattr(module, "hparams", None), *(getattr(part, "config", None) for part in module.modules())]
+    for place in places:
+        size = getattr(place, "vocab_size", None)
+        if isinstance(size, int) and size > 1:
+            return size
+    return None
 
 
 def one_sequence(batch: Any, index: int) -> Any:

@@ -162,7 +162,7 @@ class WeightMonitor(Monitor):
         """The twins' optimizers step a moment before the main one (manual ones have stepped already)."""
         if self._lockstep is not None and module.automatic_optimization:
             with self._settled(module):
-                self._lockstep.step()
+                self._lockstep.step(vetoed=self.run.vetoed)
 
     def close_batch(self, trainer: Any, module: Any, outputs: Any) -> None:
         """Measures at the end of a window, or on due steps of twins that go on."""

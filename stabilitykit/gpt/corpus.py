@@ -2,10 +2,10 @@
 
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ def starts(tokens: np.ndarray, context: int) -> int:
     return len(tokens) - context
 
 
-def batch(
+def drawn(
     tokens: np.ndarray,
     *,
     seed: int,
@@ -83,16 +83,37 @@ def batch(
     context: int,
     rank: int = 0,
     world: int = 1,
-) -> tuple[Tensor, Tensor]:
+    skipped: Collection[int] = (),
+) -> np.ndarray:
+    """First tokens of a batch's random windows, int64 [batch_size]; none of them is `skipped`.
+
+    A skipped window is replaced by another draw: all other windows, of this batch and of every other,
+    are what they are without skipping.
+
+    Raises:
+        ValueError: every window is skipped.
+    """
+    count = starts(tokens, context)
+    # SeedSequence hashes (seed, index): neighbouring indices or seeds give unrelated draws.
+    generator = np.random.default_rng([seed, index])
+    draw = generator.integers(count, size=world * batch_size)
+    if skipped:
+        listed = np.fromiter(skipped, np.int64)
+        if len(np.unique(listed[(listed >= 0) & (listed < count)])) == count:
+            raise ValueError(f"expected a window that is not in the skip list, got all {count} of them in it")
+        while (bad := np.isin(draw, listed)).any():
+            draw[bad] = generator.integers(count, size=int(bad.sum()))
+    return draw[rank * batch_size : (rank + 1) * batch_size]
+
+
+def batch(tokens: np.ndarray, *, context: int, **which: Any) -> tuple[Tensor, Tensor]:
     """(inputs, targets), int64 [batch_size, context]: random windows and their next tokens.
 
-    The same arguments give the same batch. The ranks' batches, one below the other, are the batch
-    of a single rank with a batch_size world times as large.
+    The same arguments, those of `drawn`, give the same batch. The ranks' batches, one below the other,
+    are the batch of a single rank with a batch_size world times as large.
     """
-    # SeedSequence hashes (seed, index): neighbouring indices or seeds give unrelated draws.
-    draw = np.random.default_rng([seed, index]).integers(starts(tokens, context), size=world * batch_size)
-    mine = draw[rank * batch_size : (rank + 1) * batch_size]
-    windows = np.stack([tokens[start : start + context + 1] for start in mine])
+    firsts = drawn(tokens, context=context, **which)
+    windows = np.stack([tokens[first : first + context + 1] for first in firsts])
     rows = torch.from_numpy(windows.astype(np.int64))
     return rows[:, :-1], rows[:, 1:]
 
@@ -120,6 +141,7 @@ class Batches:
         length: int | None = None,  # None: as many as it takes to see every token once, on average
         index: int = 0,
         rewind: bool = False,
+        skipped: Collection[int] = (),
     ):
         starts(tokens, context)
         self.tokens = tokens
@@ -129,20 +151,14 @@ class Batches:
         self.length = length or max(1, len(tokens) // (batch_size * context * world))
         self.index = index  # of the batch that comes next
         self.rewind = rewind
+        self.skipped = skipped
+        self._first = index  # of the present pass
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = batch(
-            self.tokens,
-            seed=self.seed,
-            index=index,
-            batch_size=self.batch_size,
-            context=self.context,
-            rank=self.rank,
-            world=self.world,
-        )
+        inputs, targets = batch(self.tokens, **self._which(index))
         largest = max(int(inputs.max()), int(targets.max()))
         if largest >= self.vocab_size:
             raise ValueError(
@@ -150,9 +166,18 @@ class Batches:
             )
         return inputs, targets
 
+    def _which(self, index: int) -> dict[str, Any]:
+        names = ("seed", "batch_size", "context", "rank", "world", "skipped")
+        return {"index": index, **{name: getattr(self, name) for name in names}}
+
+    def sample_ids(self, position: int) -> list[int]:
+        """Which windows the batch at a 0-based position of this pass has: their first tokens' places."""
+        return drawn(self.tokens, **self._which(self._first + position)).tolist()
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self.rewind:
             self.index = 0
+        self._first = self.index
         for _ in range(self.length):
             # Before the yield: a checkpoint written while a batch is in use must name the next one.
             self.index += 1

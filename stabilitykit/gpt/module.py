@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stabilitykit.gpt.corpus import Batches, Corpus, read_corpus, starts
 from stabilitykit.gpt.model import GPT, GPTConfig, loss
+from stabilitykit.skiplist import SkipList
 
 Batch = tuple[Tensor, Tensor]  # inputs and their next tokens, int64 [B, T] each
 
@@ -100,6 +101,7 @@ class GPTModule(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The training loss of one batch."""
         inputs, targets = batch
+        self.loss_tokens = targets.numel()  # what the loss is the mean of
         total, cross_entropy = loss(self.model(inputs), targets, z_loss=self.z_loss)
         self.log("train_loss", cross_entropy, prog_bar=True)
         return total
@@ -161,6 +163,8 @@ class TextData(pl.LightningDataModule):
         validation_fraction: The part of the corpus, its end, that is kept for validation.
         vocab_size: Of .bin tokens, which do not tell; bytes have 256.
         dtype: Of .bin tokens.
+        skip_list: The skip.json of an earlier run on this corpus: each window in it is replaced by
+            another draw. A checkpoint keeps it: what was skipped once stays skipped.
     """
 
     def __init__(
@@ -173,6 +177,7 @@ class TextData(pl.LightningDataModule):
         validation_fraction: float = 0.05,
         vocab_size: int | None = None,
         dtype: Literal["uint16", "uint32"] = "uint16",
+        skip_list: str | None = None,
     ):
         super().__init__()
         for name, value in (
@@ -187,6 +192,18 @@ class TextData(pl.LightningDataModule):
         self.batch_size, self.context = batch_size, context
         self.validation_batches, self.validation_fraction = validation_batches, validation_fraction
         self.corpus: Corpus | None = None
+        self.skip_list = skip_list
+        self.skipped: frozenset[Any] = frozenset() if skip_list is None else SkipList.read(skip_list).samples
+        if strange := [sample for sample in self.skipped if not isinstance(sample, int)]:
+            raise ValueError(f"expected places of windows in the skip list {skip_list}, got {strange[0]!r}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The windows that are skipped."""
+        return {"skipped": sorted(self.skipped)} if self.skipped else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Skips them beside those of the skip list given now."""
+        self.skipped |= frozenset(state_dict.get("skipped", ()))
 
     def setup(self, stage: str) -> None:
         """Opens the corpus and holds it against the model.
@@ -221,7 +238,7 @@ class TextData(pl.LightningDataModule):
         # The trainer's count, not only the loader's own state: Lightning does not restore that one
         # from a checkpoint at the end of an epoch, and a reloaded loader has none.
         index = self.trainer.fit_loop.total_batch_idx + 1 if self.trainer else 0
-        return self._batches("train", index=index)
+        return self._batches("train", index=index, skipped=self.skipped)
 
     def val_dataloader(self) -> Batches:
         """The same `validation_batches` batches each time."""

@@ -47,6 +47,12 @@ PANELS: tuple[Panel, ...] = (
         "curve",
     ),
     Panel(
+        "Spike score, skipped updates, loss scale",
+        "loss",
+        ("loss/spike_score", "loss/skipped", "loss/scale"),
+        "curve",
+    ),
+    Panel(
         "Deviation of the output, per layer",
         "attention",
         ("attention/roundoff_ratio",),

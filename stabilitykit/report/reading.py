@@ -9,6 +9,13 @@ from stabilitykit.records import Record
 from stabilitykit.runlog import Records
 
 Layers = dict[str, list[tuple[int, dict[str, Any]]]]
+LOSS_NOUNS = {
+    "spike": "loss spike",
+    "divergence": "loss divergence",
+    "nonfinite": "non-finite loss",
+    "shift": "loss shift",
+    "transient": "start-up transient",
+}
 
 
 def number(value: Any) -> float:
@@ -53,12 +60,15 @@ def events(records: Records) -> list[dict[str, Any]]:
 
 
 def is_about(event: dict[str, Any], subject: str) -> bool:
-    """Whether an event is of the monitor of `subject`: "loss" (of old logs, all), "attention".
+    """Whether an event is of the monitor of `subject`, "loss" or "attention", and of that very number.
 
     >>> is_about({"monitor": "LossMonitor"}, "loss"), is_about({"monitor": "attention"}, "loss")
     (True, False)
+    >>> is_about({"monitor": "LossMonitor", "kind": "dead_gradient"}, "loss")
+    False
     """
-    return subject in str(event.get("monitor", "loss")).lower()
+    ours = subject in str(event.get("monitor", "loss")).lower()
+    return ours and (subject != "loss" or event.get("kind", "spike") in LOSS_NOUNS)
 
 
 def layers(rows: Iterable[Record]) -> Layers:

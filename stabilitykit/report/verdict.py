@@ -8,17 +8,21 @@ from typing import Any, Literal
 from stabilitykit.records import Record
 from stabilitykit.report.limits import COUNTS, RATIOS, Reading, readings, worst_reading
 from stabilitykit.report.panels import name_of
-from stabilitykit.report.reading import Layers, counted, events, is_about, layers, number, show
+from stabilitykit.report.reading import LOSS_NOUNS, Layers, counted, events, is_about, layers, number, show
 from stabilitykit.report.weights import comparisons, run_nonfinite, sentence
 from stabilitykit.runlog import Records
 
 State = Literal["good", "bad", "unknown"]
-LOSS_NOUNS = {
-    "spike": "loss spike",
-    "divergence": "loss divergence",
-    "nonfinite": "non-finite loss",
-    "shift": "loss shift",
-    "transient": "start-up transient",
+# Events of LossMonitor beside those of the loss itself; a gradient norm that jumps is no trouble by itself.
+GRADIENT_KINDS: dict[str, State] = {
+    "gradient_spike": "unknown",
+    "gradient_transient": "unknown",
+    "gradient_shift": "unknown",
+    "gradient_divergence": "unknown",
+    "gradient_nonfinite": "bad",
+    "dead_gradient": "bad",
+    "loss_scale": "bad",
+    "initial_loss": "bad",
 }
 
 
@@ -40,6 +44,7 @@ def findings(records: Records) -> list[Finding]:
     """What was found on every subject, watched or not; the loss first."""
     return [
         *_loss(records),
+        *_gradients(records),
         *_deviations(records),
         *_attention(records.of("attention")),
         *_weights(records.of("weights")),
@@ -71,7 +76,7 @@ def _loss(records: Records) -> Iterator[Finding]:
         yield Finding("the loss", "unknown", "The loss was not watched in this run.")
         return
     last = records.rows[-1].step
-    flagged = [event for event in events(records) if _is_loss(event)]
+    flagged = [event for event in events(records) if is_about(event, "loss")]
     for kind, noun in LOSS_NOUNS.items():
         if same := [event for event in flagged if event["kind"] == kind]:
             yield Finding("the loss", "bad", _event_sentence(noun, same, last), same[0]["start"], _over(same))
@@ -85,8 +90,15 @@ def _loss(records: Records) -> Iterator[Finding]:
         yield Finding("the loss", "good", text)
 
 
-def _is_loss(event: dict[str, Any]) -> bool:
-    return event.get("kind") in LOSS_NOUNS and "loss" in str(event.get("monitor", "loss")).lower()
+def _gradients(records: Records) -> Iterator[Finding]:
+    """The gradient norm, the loss scale and the first loss: one sentence per kind of event."""
+    flagged = [event for event in events(records) if event.get("kind") in GRADIENT_KINDS]
+    for kind, state in GRADIENT_KINDS.items():
+        if same := [event for event in flagged if event["kind"] == kind]:
+            told = str(same[0].get("message", kind)).partition(". Resume: ")[0]
+            more = f"; and {len(same) - 1} more, the last at step {same[-1]['start']}"
+            text = f"{told[0].upper()}{told[1:]}{more if len(same) > 1 else ''}."
+            yield Finding("the gradients", state, text, same[0]["start"], _over(same))
 
 
 def _over(flagged: list[dict[str, Any]]) -> bool:
@@ -214,8 +226,9 @@ def _not_finite(subject: str, what: str, lost: list[tuple[int, int]], measured: 
 def _others(records: Records) -> Iterator[Finding]:
     """Events of monitors without sentences of their own, in the monitor's words."""
     for event in events(records):
-        if not _is_loss(event) and not is_about(event, "attention"):
-            kind, start, message = event.get("kind", "event"), event["start"], event.get("message")
+        kind, start = event.get("kind", "event"), event["start"]
+        if kind not in GRADIENT_KINDS and not is_about(event, "loss") and not is_about(event, "attention"):
+            message = event.get("message")
             text = f"{kind} at step {start}" + (f": {message}" if message else "") + "."
             subject = str(event.get("monitor", "another monitor"))
             yield Finding(subject, "bad", text, start, event.get("end") is not None)

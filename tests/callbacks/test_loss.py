@@ -7,8 +7,6 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 import tiny
 from stabilitykit import LossMonitor
-from stabilitykit.callbacks.loss import message
-from stabilitykit.numerics.spikes import Event
 from stabilitykit.runlog import read_records
 
 
@@ -99,10 +97,9 @@ def test_stop_ends_training_after_the_event(tmp_path):
     assert len(records.of("loss")) == 152
 
 
-@pytest.mark.parametrize("action", ["skip", "explode"])
-def test_an_unknown_action_is_refused(action):
-    with pytest.raises(ValueError, match=f"expected action 'flag' or 'stop', got '{action}'"):
-        LossMonitor(action=action)
+def test_an_unknown_action_is_refused():
+    with pytest.raises(ValueError, match="expected action 'flag', 'skip' or 'stop', got 'explode'"):
+        LossMonitor(action="explode")
 
 
 def test_a_dict_with_a_loss_is_read(tmp_path):
@@ -135,14 +132,12 @@ def test_the_detector_survives_a_resume_bit_for_bit(tmp_path):
         rows = read_records(tmp_path / folder / "stability").rows
         return [(r.step, r.kind, r.values, r.detail) for r in rows if r.kind != "overhead"]
 
-    assert told("cut") == told("whole")
+    cut = told("cut")
+    for event in (detail for _, kind, _, detail in cut if kind == "event"):
+        assert event.pop("after_resume") == 3  # what an uninterrupted run cannot say
+        event["message"] = event["message"].replace("; 3 steps after a resume", "")
+    assert cut == told("whole")
     assert [r.attempt for r in read_records(tmp_path / "cut" / "stability").of("loss")][-13:] == [2] * 13
-
-
-def test_the_message_names_ranks_that_are_not_finite():
-    event = Event(id=1, kind="nonfinite", start=4, onset=4, end=None, peak=math.nan, peak_step=4,
-                  baseline=2.0, score=math.nan, recurs_every=None)  # fmt: skip
-    assert message(event, [2.0, math.nan]) == "loss nonfinite at step 4 (not finite on rank 1 of 2)"
 
 
 def test_cross_entropy_in_bfloat16_is_recorded_as_it_is(tmp_path):
