@@ -11,11 +11,11 @@ from stabilitykit.observe.forward import layer_of
 RUN = "(run)"  # where a signal is of the whole run
 # In the order in which they are told: what moves first by its nature first. Gradients and ratios are
 # feared high, a loss scale low, what the forward pass shows to either side. The floors are what a healthy
-# run's noise is granted at least: 8 sigmas of them are 50 %, 8 % of all numbers, 3 halvings.
+# run's noise is granted at least: 8 sigmas of them are 50 %, 8 % of gradients, 16 % of entropy, 3 halvings.
 SCALES: dict[str, Scale] = {
     "update_ratio": Scale(),
     "rms": Scale(),
-    "entropy": Scale("linear", low=True, floor=0.01),
+    "entropy": Scale("linear", low=True, floor=0.02),
     "max_logit": Scale("asinh", low=True),
     "eps_share": Scale("linear", floor=0.01),
     "log_z": Scale("asinh", low=True),

@@ -14,15 +14,15 @@ from stabilitykit.observe.apart import is_apart, unseen
 from stabilitykit.observe.calls import AttentionCall
 from stabilitykit.observe.exactly import exact_options, part_of
 
-ROWS = 32  # query rows of a call, tokens of the output: evenly spaced, of the first sequence
+SEQUENCES, ROWS = 4, 16  # of a call and of the output: evenly spaced; one sequence may be anything
 
 
 class Forward:
     """Numbers of the first forward pass while it is open, on their device until they are read.
 
-    `outlier` of each numbered one of `layers`, `log_z` of `head`; as `on_call` of a Tap `max_logit` and
-    `entropy` of each layer's attention, over all heads of the first sequence and `ROWS` of its query
-    rows. Passes beside the run (a twin's, a shadow step's) are not taken.
+    `outlier` of each numbered one of `layers`, in one sequence; `log_z` of `head` and, as `on_call` of a
+    Tap, `max_logit` and `entropy` of each layer's attention, over all heads and `ROWS` rows of `SEQUENCES`
+    sequences. Passes beside the run (a twin's, a shadow step's) are not taken.
     """
 
     def __init__(self, module: nn.Module, layers: Sequence[str], head: str | None):
@@ -53,11 +53,12 @@ class Forward:
         if call.q.dim() != 4 or call.q.numel() == 0 or call.k.shape[2] < 2:
             return  # no row sees two keys
         options = exact_options(call.kwargs) | {"dropout_p": 0.0, "dropout_mask": None}
+        some = _every(call.q.shape[0], SEQUENCES)
         found = attention_rows(
-            *(tensor[:1] for tensor in (call.q, call.k, call.v)),
+            *(tensor[some] for tensor in (call.q, call.k, call.v)),
             rows=torch.tensor(evenly(call.q.shape[2], ROWS)),  # on the CPU, where blocks are planned
             dtype=torch.float32,
-            **part_of(options, sequences=[0]),
+            **part_of(options, sequences=some),
         )
         layer = self._layer_of_module(call.name.split("#")[0])
         logit, entropy = found.max_logit.amax(), found.entropy.mean()
@@ -76,9 +77,8 @@ class Forward:
 
     def _output(self, logits: Tensor) -> None:
         if self._log_z is None:
-            tokens = (logits[0] if logits.dim() > 2 else logits).flatten(0, -2)
-            some = torch.tensor(evenly(len(tokens), ROWS)).to(logits.device, non_blocking=True)
-            self._log_z = log_z(tokens[some])
+            tokens = logits.flatten(0, -2)
+            self._log_z = log_z(tokens[_every(len(tokens), SEQUENCES * ROWS)])
 
     # What adds up over the ranks, what is largest of all, and how they are read.
 
@@ -136,6 +136,12 @@ def evenly(size: int, count: int) -> list[int]:
     """
     count = min(size, count)
     return [(2 * i + 1) * size // (2 * count) for i in range(count)]
+
+
+def _every(size: int, count: int) -> slice:
+    """The first `count` of evenly spaced indices: a view, without a copy of indices to the device."""
+    step = max(1, size // count)
+    return slice(0, step * count, step)
 
 
 def output_head(module: nn.Module) -> str | None:

@@ -46,12 +46,12 @@ class Updates:
 
         @torch.no_grad()
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            handle.remove()
-            self._changes(params, before)
-            self._against_moments(optimizer, params, [spread(grad) for grad in grads])
+            if before:  # a manual loop may step once more in this batch; torch forbids removal here
+                self._changes(params, before)
+                self._against_moments(optimizer, params, [spread(grad) for grad in grads])
+                before.clear()
 
-        handle = optimizer.register_step_post_hook(after)
-        self._handles.append(handle)
+        self._handles.append(optimizer.register_step_post_hook(after))
 
     def close(self) -> None:
         """Waits no longer for a step."""
