@@ -4,7 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stabilitykit.callbacks import AttentionMonitor, LossMonitor, WeightMonitor, monitors
+    from stabilitykit.callbacks import (
+        AttentionMonitor,
+        LossMonitor,
+        PrecursorMonitor,
+        WeightMonitor,
+        monitors,
+    )
     from stabilitykit.numerics.deviation import deviation
     from stabilitykit.numerics.emulated import emulated_flash_attention, emulated_flash_attention_grad
     from stabilitykit.numerics.exact import exact_attention, exact_attention_grad
@@ -23,6 +29,7 @@ _HOMES = {
     "AttentionCall": "observe.tap",
     "AttentionMonitor": "callbacks",
     "LossMonitor": "callbacks",
+    "PrecursorMonitor": "callbacks",
     "SkippingBatchSampler": "skiplist",
     "SpikeDetector": "numerics.spikes",
     "Tap": "observe.tap",
@@ -45,6 +52,7 @@ __all__ = [
     "AttentionCall",
     "AttentionMonitor",
     "LossMonitor",
+    "PrecursorMonitor",
     "SkippingBatchSampler",
     "SpikeDetector",
     "Tap",

@@ -1,11 +1,18 @@
 """Faults planted on purpose, for the zoo, the studies and the tests."""
 
+import functools
+import itertools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
+import torch.nn.functional as F
 from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
+from torch.optim import Optimizer
+
+from stabilitykit.observe.tap import Tap
 
 Kind = Literal["random_bytes", "repeated_byte", "shuffled_labels"]
 _KINDS = ("random_bytes", "repeated_byte", "shuffled_labels")
@@ -67,7 +74,7 @@ class PlantedBatch(pl.LightningDataModule):
         # The trainer counts a batch only after this hook, and its count survives a resume.
         if not trainer.training or trainer.fit_loop.total_batch_idx + 1 != self.at_batch:
             return batch
-        rank_zero_info(f"stabilitykit: planted fault: batch {self.at_batch} is replaced by {self.kind}")
+        _say(f"batch {self.at_batch} is replaced by {self.kind}")
         return spoilt(batch, self.kind, seed=self.seed)
 
 
@@ -88,3 +95,139 @@ def spoilt(batch: tuple[Tensor, Tensor], kind: Kind, *, seed: int) -> tuple[Tens
     drawn = (1, 1) if kind == "repeated_byte" else (rows, length + 1)
     stream = torch.randint(256, drawn, generator=generator).expand(rows, length + 1)
     return stream[:, :-1].clone(), stream[:, 1:].clone()
+
+
+class PlantedLearningRate(pl.Callback):
+    """One optimizer step with a learning rate that is `factor` times too high: planted, not found.
+
+    Args:
+        at_step: The step, 0-based.
+        factor: What the learning rate of every parameter group is multiplied by.
+    """
+
+    def __init__(self, at_step: int, factor: float = 30.0):
+        self.at_step, self.factor = _checked(at_step), factor
+        self._handles: list[Any] = []
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Raises the learning rate until the optimizer has stepped, before any scheduler sees it."""
+        if _step(trainer) != self.at_step:
+            return
+        _say(f"the learning rate of step {self.at_step} is multiplied by {self.factor:g}")
+        before = [group["lr"] for group in optimizer.param_groups]
+
+        def put_back(*_: Any) -> None:
+            for group, rate in zip(optimizer.param_groups, before, strict=True):
+                group["lr"] = rate
+
+        self._handles.append(optimizer.register_step_post_hook(put_back))
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * self.factor
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The optimizer has stepped."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+class PlantedSecondMoment(pl.Callback):
+    """Adam's second moment multiplied by `factor` before one step: zeroed, or stale. Planted, not found.
+
+    Args:
+        at_step: The step, 0-based.
+        factor: 0 zeroes it, as a faulty resume does; 1.0e-4 makes it stale.
+    """
+
+    def __init__(self, at_step: int, factor: float = 0.0):
+        self.at_step, self.factor = _checked(at_step), factor
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Changes the moments just before they are used.
+
+        Raises:
+            ValueError: an optimizer that keeps none.
+        """
+        if _step(trainer) != self.at_step:
+            return
+        moments = [state["exp_avg_sq"] for state in optimizer.state.values() if "exp_avg_sq" in state]
+        if not moments:
+            raise ValueError(
+                f"expected an optimizer that has second moments (exp_avg_sq) at step {self.at_step}, got "
+                f"{type(optimizer).__name__} without"
+            )
+        _say(f"the second moment before step {self.at_step} is multiplied by {self.factor:g}")
+        for moment in moments:
+            moment.mul_(self.factor)
+
+
+class PlantedScale(pl.Callback):
+    """The scale of attention's scores wrong in some heads of one layer from a step on: planted, not found.
+
+    Args:
+        at_step: The first step with the fault, 0-based.
+        layer: The attention call it is in, by its place in the forward pass, 0-based.
+        heads: How many query heads, the first ones.
+        factor: What their scale is multiplied by: 0, 0.1, or -1 for its sign flipped.
+    """
+
+    def __init__(self, at_step: int, layer: int = 0, heads: int = 4, factor: float = 0.0):
+        for name, value, least in (("layer", layer, 0), ("heads", heads, 1)):
+            if value < least:
+                raise ValueError(f"expected {name} >= {least}, got {value}")
+        self.at_step, self.layer, self.heads, self.factor = _checked(at_step), layer, heads, factor
+        self._said = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """From here on `training_step` attends through the fault, when its time has come."""
+        original = pl_module.training_step
+
+        @functools.wraps(original)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            if _step(trainer) < self.at_step:
+                return original(*args, **kwargs)
+            if not self._said:
+                self._said = True
+                where = f"{self.heads} heads of attention {self.layer}"
+                _say(f"from step {self.at_step} the scale in {where} is multiplied by {self.factor:g}")
+            with Tap(pl_module, replace=self._replacement()):
+                return original(*args, **kwargs)
+
+        vars(pl_module)["training_step"] = training_step
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """`training_step` is the module's own again."""
+        vars(pl_module).pop("training_step", None)
+
+    def _replacement(self) -> Callable[..., Tensor]:
+        calls = itertools.count()
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+            if next(calls) == self.layer:
+                # On q, so that whoever watches from outside sees the scores that the kernel sees.
+                factors = torch.ones(q.shape[1], 1, 1, dtype=q.dtype, device=q.device)
+                factors[: self.heads] = self.factor
+                q = q * factors
+            return F.scaled_dot_product_attention(q, k, v, **kwargs)
+
+        return attend
+
+
+def _checked(at_step: int) -> int:
+    if at_step < 0:
+        raise ValueError(f"expected at_step >= 0, got {at_step}")
+    return at_step
+
+
+def _step(trainer: pl.Trainer) -> int:
+    """The optimizer step in progress: Lightning counts that of every optimizer."""
+    return trainer.global_step // max(len(trainer.optimizers), 1)
+
+
+def _say(what: str) -> None:
+    rank_zero_info(f"stabilitykit: planted fault: {what}")

@@ -12,6 +12,7 @@ NAMES = [
     "AttentionCall",
     "AttentionMonitor",
     "LossMonitor",
+    "PrecursorMonitor",
     "SkippingBatchSampler",
     "SpikeDetector",
     "Tap",
@@ -52,4 +53,4 @@ def test_importing_the_package_imports_nothing_heavy():
 
 def test_monitors_are_one_of_each_kind():
     kinds = [monitor.kind for monitor in stabilitykit.monitors()]
-    assert kinds == ["loss", "attention"]
+    assert kinds == ["loss", "attention", "precursors"]

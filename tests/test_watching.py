@@ -47,7 +47,7 @@ def test_watching_changes_nothing(tmp_path, accumulate, precision):
     for name, monitors in watches():
         watched = trained(tmp_path / name, monitors, **options)
         kinds = {row.kind for row in read_records(tmp_path / name / "stability").rows}
-        assert kinds == {"loss", "attention", "weights", "overhead"}
+        assert kinds == {"loss", "attention", "precursors", "weights", "overhead"}
         assert equal(plain, watched)
 
 

@@ -153,6 +153,8 @@ class AttentionMonitor(Monitor):
         assert self._step is not None
         with self.timed():
             self._step(call)
+        for listen in self.run.listeners:
+            listen(call)
 
     def _run_shadow(self, trainer: Any, module: Any) -> None:
         assert self._batch is not None and self._step is not None

@@ -142,12 +142,18 @@ class Lockstep:
             _average(twin)
 
 
+def spread(trainer: Any, module: Any) -> str | None:
+    """The strategy by which parameters are spread over ranks, None where every rank has all of them."""
+    strategy = type(trainer.strategy).__name__
+    if sharded(module):
+        return f"{strategy} with sharded parameters"
+    return strategy if any(word in strategy.lower() for word in _SHARDED) else None
+
+
 def refuse_sharded(trainer: Any, module: Any) -> None:
     """ValueError where parameters are spread over ranks: a twin would silently use the run's own."""
-    strategy = type(trainer.strategy).__name__
-    spread = sharded(module)
-    if spread or any(word in strategy.lower() for word in _SHARDED):
-        what = f"{strategy} with sharded parameters" if spread else strategy
+    what = spread(trainer, module)
+    if what is not None:
         raise ValueError(
             f"WeightMonitor: expected whole parameters on every rank, got {what}; save checkpoints of two "
             "runs and compare them with `stabilitykit compare A B`"

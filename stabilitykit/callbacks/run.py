@@ -3,6 +3,7 @@
 import platform
 import time
 import warnings
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class Run:
         self.stepped = False
         self.vetoed = False  # this step's update is not made
         self.new_step = True
+        self.listeners: list[Callable[[Any], None]] = []  # to the attention calls of an open tap
         self.costs: dict[str, float] = dict.fromkeys((m.kind for m in monitors), 0.0)
         self.resumed: dict[str, Any] | None = None
         self._log: RunLog | None = None

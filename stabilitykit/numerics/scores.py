@@ -56,11 +56,12 @@ class Scores:
         row, head = _indices("rows", self.rows, n), _indices("heads", self.heads, h)
         self.factor = 1 / math.sqrt(d) if self.scale is None else self.scale
         self.span = _spans(self, row)  # kept on the CPU too, to plan blocks without waiting
-        self.row, self.level, self.first, self.last = (x.to(device) for x in (row, *self.span))
+        sent = [x.to(device, non_blocking=True) for x in (row, *self.span, head)]
+        self.row, self.level, self.first, self.last, head_there = sent
         group = h // max(self.k.shape[1], 1)
         self.heads_of_q, self.heads_of_kv = head.tolist(), (head // group).tolist()
         self.batch = torch.arange(b, device=device).repeat_interleave(len(head))
-        self.head = head.to(device).repeat(b)
+        self.head = head_there.repeat(b)
         self.kv_head = self.head // group
         self.column = torch.arange(self.k.shape[2], device=device)
         self.shape = (b, len(head), len(row))

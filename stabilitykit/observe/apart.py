@@ -16,6 +16,13 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 
 from stabilitykit.observe.tap import Tap
 
+_apart = False  # of all threads: on a GPU a checkpoint is computed again in the backward's own
+
+
+def is_apart() -> bool:
+    """Whether what runs now is a pass beside the run, under `unseen`: hooks on modules must not take it."""
+    return _apart
+
 
 @contextmanager
 def streams_kept(devices: Iterable[torch.device]) -> Iterator[None]:
@@ -106,16 +113,19 @@ def sharded(module: nn.Module) -> list[str]:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """No `Tap` that is open outside sees what runs inside.
+    """No `Tap` that is open outside sees what runs inside, and `is_apart` is true there.
 
     Other modes are part of the computation (torch.device is one) and stay.
     """
     modes = _get_current_function_mode_stack()
     others = [mode for mode in modes if not isinstance(mode, Tap)]
     _restack(modes, others)
+    global _apart
+    before, _apart = _apart, True
     try:
         yield
     finally:
+        _apart = before
         _restack(others, modes)
 
 

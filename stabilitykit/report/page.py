@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from stabilitykit.report.figures import figure
+from stabilitykit.report.movers import COLUMNS, first_movers, told
 from stabilitykit.report.panels import PANELS, SECTIONS
-from stabilitykit.report.reading import events, number, show
+from stabilitykit.report.reading import events, is_about, number, show
 from stabilitykit.report.shell import card, grid, rows, verdict
 from stabilitykit.report.shell import page as shell
 from stabilitykit.report.summary import table
@@ -42,6 +43,8 @@ def text_report(run: Path) -> str:
     lines = [headline(found)[1], ""]
     for finding in found:
         lines.append(_wrapped(finding.text, "- ", "  "))
+    sentences = [told(records, event) for event in events(records) if is_about(event, "loss")]
+    lines += [_wrapped(sentence, "- ", "  ") for sentence in sentences if sentence]
     lines.append("")
     for label, text in table(records):
         lines.append(_wrapped(text, f"{label:<14}", " " * 14))
@@ -108,7 +111,7 @@ def _sections(records: Records, figures: list[dict[str, Any]]) -> Iterator[str]:
         drawn = [(panel, figure(panel, records)) for panel in PANELS if panel.kind == kind]
         cards = [card(panel.title, found, panel.help, figures) for panel, found in drawn if found]
         if kind == "loss":
-            cards += _event_table(records)
+            cards += [*_event_table(records), *_mover_tables(records)]
         if cards:
             yield f'<section id="{kind}"><h2>{title}</h2>{"".join(cards)}</section>'
 
@@ -121,6 +124,17 @@ def _event_table(records: Records) -> list[str]:
     lines = [[_cell(event, name) for name in columns] for event in flagged]
     table = grid([name.replace("_", " ") for name in columns], lines)
     return [f"<article><header><h3>Flagged events</h3></header>{table}</article>"]
+
+
+def _mover_tables(records: Records) -> Iterator[str]:
+    """Per loss event, the signals that had left their own band by then, the first ones first."""
+    for event in events(records):
+        sentence = told(records, event) if is_about(event, "loss") else ""
+        if sentence:
+            movers = first_movers(records, event)
+            table = grid(COLUMNS, [mover.cells for mover in movers]) if movers else ""
+            title = escape(f"First movers, {event['kind']} at step {event['start']}")
+            yield f"<article><header><h3>{title}</h3></header><p>{escape(sentence)}</p>{table}</article>"
 
 
 def _cell(event: dict[str, Any], name: str) -> str:

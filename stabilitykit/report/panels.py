@@ -13,7 +13,7 @@ Form = Literal[
     "distance per tensor",
     "cost bars",
 ]
-_WORDS = {"grad": "gradient", "rel": "relative", "l2": "L2", "w1": "W1"}
+_WORDS = {"grad": "gradient", "rel": "relative", "l2": "L2", "w1": "W1", "rms": "RMS", "log": "log", "z": "Z"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ SECTIONS: dict[str, str] = {
     "loss": "Loss",
     "attention": "Attention",
     "weights": "Weights",
+    "precursors": "Precursors",
     "overhead": "Cost of watching",
 }
 
@@ -106,6 +107,25 @@ PANELS: tuple[Panel, ...] = (
         "weights",
         ("weights/ARM/rel_l2",),
         "distance per tensor",
+    ),
+    Panel(
+        "Output, loss scale, and signals outside their band",
+        "precursors",
+        ("precursors/moved", "precursors/log_z", "precursors/loss_scale"),
+        "curve",
+    ),
+    *(
+        Panel(f"{title}, per layer", "precursors", (f"precursors/{name}",), "layers over time")
+        for name, title in {
+            "update_ratio": "Update over weight",
+            "rms": "RMS of gradients over their second moment",
+            "grad_norm": "Gradient norm",
+            "max_logit": "Largest logit of all heads",
+            "entropy": "Mean attention entropy",
+            "outlier": "Activation outliers",
+            "eps_share": "Gradients below eps",
+            "max_weight": "Largest weight",
+        }.items()
     ),
     Panel(
         "Time taken by each monitor",

@@ -1,0 +1,99 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stabilitykit.numerics.precursors import (
+    SAMPLE,
+    corrected,
+    largest,
+    log_z,
+    norms,
+    outlier,
+    rms,
+    small_shares,
+    spread,
+)
+
+
+def test_rms_of_a_fresh_and_of_a_zeroed_moment_by_hand():
+    grad = torch.full((4,), 1e-3)
+    fresh = corrected(0.001 * grad**2, 0.999, torch.tensor(1.0))
+    assert rms([grad], [fresh], [1e-8])[0].item() == pytest.approx(1.0, rel=1e-3)
+    # Zeroed after 283 steps, the correction of the 284th is far too small for it.
+    zeroed = corrected(0.001 * grad**2, 0.999, 284)
+    assert rms([grad], [zeroed], [1e-8])[0].item() == pytest.approx(
+        math.sqrt((1 - 0.999**284) / 0.001), rel=1e-3
+    )
+    assert rms([grad], [torch.zeros(4)], [1e-8])[0].item() == pytest.approx(1e5)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.floats(1e-3, 1e3), st.integers(0, 99))
+def test_rms_does_not_see_the_scale_of_the_loss(factor, seed):
+    draw = torch.Generator().manual_seed(seed)
+    grad, moment = torch.randn(50, generator=draw), torch.rand(50, generator=draw) + 0.01
+    scaled = rms([grad * factor], [moment * factor**2], [1e-12])[0]
+    assert scaled.item() == pytest.approx(rms([grad], [moment], [1e-12])[0].item(), rel=1e-4)
+
+
+def test_a_whole_list_is_as_each_alone():
+    draw = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=draw) for shape in ((3, 4), (5,), (2, 2, 2))]
+    assert [n.item() for n in norms(tensors)] == pytest.approx([t.norm().item() for t in tensors])
+    assert [n.item() for n in largest(tensors)] == [t.abs().max().item() for t in tensors]
+    assert norms([]) == rms([], [], []) == small_shares([], []) == []
+
+
+def test_norms_of_16_bits_are_summed_in_32():
+    ones = torch.ones(100_000, dtype=torch.bfloat16)
+    assert norms([ones])[0].item() == pytest.approx(math.sqrt(100_000))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_not_lost(bad):
+    grad = torch.tensor([1.0, bad])
+    assert not math.isfinite(largest([grad])[0].item())
+    assert not math.isfinite(norms([grad])[0].item())
+    if math.isnan(bad):
+        assert math.isnan(small_shares([grad], [1e-8])[0].item())
+
+
+def test_an_empty_part_of_a_sharded_tensor_counts_nothing():
+    nothing = torch.zeros(0, 4)
+    found = [
+        *norms([nothing]),
+        *largest([nothing]),
+        *small_shares([nothing], [1.0]),
+        *rms([nothing], [nothing], [1.0]),
+    ]
+    assert [value.item() for value in found] == [0.0, 0.0, 1.0, 0.0]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 700), st.integers(1, 300))
+def test_a_sample_is_small_and_sees_every_column(rows, width):
+    sample = spread(torch.arange(width).repeat(rows, 1), most=512)
+    assert 0 < len(sample) <= 512
+    if len(sample) >= width:
+        assert len(sample.unique()) == width
+
+
+def test_a_small_tensor_is_taken_whole():
+    tensor = torch.randn(SAMPLE // 64, 64)
+    assert torch.equal(spread(tensor), tensor.flatten())
+
+
+def test_log_z_moves_with_the_logits():
+    logits = torch.randn(2, 5, 7)
+    assert log_z(logits - 3).item() == pytest.approx(log_z(logits).item() - 3, abs=1e-5)
+
+
+def test_an_outlier_does_not_move_its_yardstick():
+    hidden = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    usual = outlier(hidden).item()
+    hidden[3, 7] = 1000.0
+    assert 4 < usual < 8
+    assert outlier(hidden).item() > 1000

@@ -1,0 +1,131 @@
+"""Per-parameter numbers of an optimizer step against a plain loop; in parts on ranks they are the whole's."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ranks import ranks
+from stabilitykit.numerics.precursors import SAMPLE, spread
+from stabilitykit.observe.updates import Updates
+
+EPS = 1e-8
+
+
+def stepped(optimizer_of, steps=3, width=12, clip=None):
+    """A model, its last gradients (before clipping and as used), weights before, and the numbers."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(width, 8), torch.nn.Linear(8, 4))
+    optimizer = optimizer_of(model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        F.mse_loss(model(torch.randn(5, width)), torch.randn(5, 4)).backward()
+        updates = Updates(dict(model.named_parameters()), world=1)
+        if step == steps - 1:
+            raw = {name: p.grad.clone() for name, p in model.named_parameters()}
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            updates.watch(optimizer)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    updates.close()
+    cpu = torch.device("cpu")
+    found = updates.read(updates.sums(cpu).tolist(), updates.peaks(cpu).tolist())
+    return model, optimizer, raw, before, found
+
+
+def test_adams_numbers_are_those_of_a_plain_loop():
+    model, optimizer, raw, before, found = stepped(lambda p: torch.optim.AdamW(p, lr=1e-2), clip=0.1)
+    for name, p in model.named_parameters():
+        state = optimizer.state[p]
+        v = state["exp_avg_sq"].double() / (1 - 0.999 ** state["step"].item())
+        g = p.grad.double()
+        wanted = {
+            "grad": raw[name].norm().item(),  # before clipping; what follows is as Adam used it
+            "update": (p.detach() - before[name]).norm().item(),
+            "weight": p.detach().norm().item(),
+            "rms": (g**2 / v.clamp_min(EPS**2)).mean().sqrt().item(),
+            "small": (g.abs() < EPS).double().mean().item(),
+            "peak": p.detach().abs().max().item(),
+        }
+        assert found[name] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_an_optimizer_without_moments_has_the_rest():
+    model, _, _, before, found = stepped(lambda p: torch.optim.SGD(p, lr=0.5))
+    assert set(found["0.weight"]) == {"grad", "update", "weight", "peak"}
+    assert found["0.weight"]["update"] == pytest.approx((model[0].weight - before["0.weight"]).norm().item())
+
+
+def test_a_step_that_does_not_happen_has_gradients_only():
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    updates = Updates(dict(model.named_parameters()), world=1)
+    updates.watch(optimizer, scale=torch.tensor(4.0))
+    updates.close()
+    optimizer.step()
+    cpu = torch.device("cpu")
+    found = updates.read(updates.sums(cpu).tolist(), updates.peaks(cpu).tolist())
+    assert found == {
+        "weight": {"grad": pytest.approx(math.sqrt(6) / 4)},
+        "bias": {"grad": pytest.approx(math.sqrt(2) / 4)},
+    }
+
+
+def test_two_optimizers_and_a_second_step_of_one_are_not_mixed_up():
+    one, two = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(3, 2, bias=False)
+    fast, slow = torch.optim.SGD(one.parameters(), lr=1.0), torch.optim.SGD(two.parameters(), lr=0.5)
+    updates = Updates({"one": one.weight, "two": two.weight}, world=1)
+    for layer, optimizer in ((one, fast), (two, slow)):
+        layer(torch.ones(1, 3)).sum().backward()
+        updates.watch(optimizer)
+        optimizer.step()
+    fast.step()
+    cpu = torch.device("cpu")
+    found = updates.read(updates.sums(cpu).tolist(), updates.peaks(cpu).tolist())
+    assert found["one"]["update"] == pytest.approx(math.sqrt(6))
+    assert found["two"]["update"] == pytest.approx(math.sqrt(6) / 2)
+
+
+def test_of_a_large_tensor_means_are_of_a_sample_that_sees_every_column():
+    wide = torch.arange(900 * 300.0).view(900, 300)
+    sample = spread(wide)
+    assert SAMPLE / 2 < len(sample) <= SAMPLE
+    assert len((sample % 300).unique()) == 300
+    assert sample.square().mean().item() == pytest.approx(wide.square().mean().item(), rel=1e-2)
+
+
+def sharded(rank, world):
+    """A case of tests/ranks.py: the same step with whole parameters and with FSDP2's, on every rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, told = init_device_mesh("cpu", (world,)), []
+    for shard in (False, True):
+        torch.manual_seed(0)
+        # 5 and 3 rows over 2 ranks: parts of unlike sizes
+        model = torch.nn.Sequential(torch.nn.Linear(12, 5), torch.nn.Linear(5, 3))
+        if shard:
+            fully_shard(model[0], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        F.mse_loss(model(torch.ones(2, 12)), torch.zeros(2, 3)).backward()  # the same on every rank
+        updates = Updates(dict(model.named_parameters()), world)
+        updates.watch(optimizer)
+        optimizer.step()
+        updates.close()
+        cpu = torch.device("cpu")
+        sums, peaks = updates.sums(cpu), updates.peaks(cpu)
+        torch.distributed.all_reduce(sums)
+        torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX)
+        told.append(updates.read(sums.tolist(), peaks.tolist()))
+    return told
+
+
+def test_case_81_numbers_of_sharded_parameters_are_global_on_every_rank():
+    for whole, parts in ranks(2).run(sharded):
+        assert whole.keys() == parts.keys()
+        for name in whole:
+            assert parts[name] == pytest.approx(whole[name], rel=1e-5), name
