@@ -73,7 +73,10 @@ def test_the_numbers_are_those_of_a_plain_loop(tmp_path):
     names = [name for name, _ in module.named_parameters()]
     mine = [i for i, name in enumerate(names) if name.startswith("model.blocks.1.")]
     row = record.detail["layers"]["model.blocks.1"]
-    norm = lambda tensors: torch.cat([t.flatten() for t in tensors]).norm().item()
+
+    def norm(tensors):
+        return torch.cat([t.flatten() for t in tensors]).norm().item()
+
     old, new = ([module.weights[at][i] for i in mine] for at in (1, 2))
     assert row["grad_norm"] == pytest.approx(norm([module.grads[1][i] for i in mine]))
     change = norm([a - b for a, b in zip(new, old, strict=True)])

@@ -57,8 +57,8 @@ def test_what_is_not_finite_is_outside_from_the_first_value_and_not_learnt(value
 
 
 def test_sides_and_zeros():
-    assert fed(noisy(50) + [1e-3]) == []
-    assert fed(noisy(50) + [1e-3], Scale(low=True)) == [50]
+    assert fed([*noisy(50), 0.001]) == []
+    assert fed([*noisy(50), 0.001], Scale(low=True)) == [50]
     assert fed([*noisy(50), 0.0, 0.0]) == []
     assert fed([0.5] * 40 + [0.4, 0.3], Scale("linear", low=True, floor=0.02)) == [41]
     assert fed([-5.0] * 40 + [-400.0], Scale("asinh", low=True)) == [40]
