@@ -225,7 +225,7 @@ def test_an_arm_without_effect_is_said_in_the_record_and_once_on_the_console(tmp
         assert {record.detail["verdict"][arm] for arm in arms[:4]} == {"this arm had no effect"}
         assert record.detail["verdict"]["same"] == "not distinguishable from the floor"
     for arm in arms:
-        told = [line for line in caplog.messages if f"arm {arm!r}, step 2: this arm had no effect" in line]
+        told = [line for line in caplog.messages if f"arm {arm!r}, step" in line and "no effect" in line]
         assert len(told) == (arm in arms[:4])
 
 
