@@ -78,7 +78,9 @@ def test_text_names_its_windows_and_a_resume_does_without_them(tmp_path, accumul
 
     def run(steps, data, resume=None):
         seen = Witness()
-        save = ModelCheckpoint(tmp_path / f"to-{steps}", every_n_train_steps=5, save_top_k=-1, filename="{step}")
+        save = ModelCheckpoint(
+            tmp_path / f"to-{steps}", every_n_train_steps=5, save_top_k=-1, filename="{step}"
+        )
         trainer = tiny.trainer(tmp_path, [LossMonitor(), seen, save], max_steps=steps, **options)
         trainer.fit(Allergic(poison), data, ckpt_path=resume)
         return [batch[0] for batch in seen.seen]

@@ -33,7 +33,9 @@ def test_case_36_a_first_loss_far_above_the_logarithm_of_the_vocabulary():
 
 def test_skipping_ends_after_ten_in_a_row_and_begins_again_with_the_next_spike():
     judge, reasons = Judge(), []
-    series = [healthy(step) for step in range(100)] + [9.0] * 14 + [healthy(step) for step in range(30)] + [9.0]
+    series = (
+        [healthy(step) for step in range(100)] + [9.0] * 14 + [healthy(step) for step in range(30)] + [9.0]
+    )
     for step, loss in enumerate(series):
         judge.take_loss(step, loss)
         reasons.append(judge.skip(loss, 1.0))
