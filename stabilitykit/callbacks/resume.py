@@ -79,6 +79,6 @@ def _config(trainer: Any) -> Path | None:
 def _skip_option(trainer: Any) -> str | None:
     """The option that gives the skip list to the data; a data module may hold another, as `data`."""
     option, data = "--data", getattr(trainer, "datamodule", None)
-    while data is not None and not hasattr(type(data), "skip_list") and "skip_list" not in vars(data):
+    while data is not None and not hasattr(data, "skip_list"):
         option, data = f"{option}.init_args.data", getattr(data, "data", None)
     return None if data is None else f"{option}.init_args.skip_list"

@@ -1,6 +1,7 @@
 """The command an event ends with: it is run here as it stands."""
 
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import tiny
 from stabilitykit import LossMonitor
 from stabilitykit.callbacks.resume import Resume
 from stabilitykit.cli import main
+from stabilitykit.faults import PlantedBatch
 from stabilitykit.gpt.module import GPTModule, TextData
 from stabilitykit.runlog import read_records
 
@@ -60,6 +62,21 @@ def test_without_a_recipe_the_words_say_what_to_do(tmp_path):
         f"trainer.fit(model, data, ckpt_path='{path}') with data that leaves out '{tmp_path / 'skip.json'}' "
         "(stabilitykit.SkippingBatchSampler)"
     )
+
+
+def test_the_option_reaches_data_inside_other_data():
+    def started(data):
+        resume = Resume()
+        recipe = SimpleNamespace(parser=SimpleNamespace(prog="stabilitykit fit"), config_filename="c.yaml")
+        trainer = SimpleNamespace(callbacks=[recipe], log_dir="runs", datamodule=data, ckpt_path=None)
+        resume.start(trainer, 0)
+        return resume.advice(150, Path("skip.json")).partition("known) ")[2]
+
+    command = "stabilitykit fit --config runs/c.yaml"
+    planted = PlantedBatch(TextData(), at_batch=3)
+    assert started(TextData()) == f"{command} --data.init_args.skip_list skip.json"
+    assert started(planted) == f"{command} --data.init_args.data.init_args.skip_list skip.json"
+    assert started(object()).startswith("trainer.fit(model, data) with data that leaves out 'skip.json'")
 
 
 RECIPE = """
