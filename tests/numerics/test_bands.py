@@ -57,8 +57,8 @@ def test_what_is_not_finite_is_outside_from_the_first_value_and_not_learnt(value
 
 
 def test_sides_and_zeros():
-    assert fed(noisy(50) + [1e-3]) == []
-    assert fed(noisy(50) + [1e-3], Scale(low=True)) == [50]
+    assert fed([*noisy(50), 0.001]) == []
+    assert fed([*noisy(50), 0.001], Scale(low=True)) == [50]
     assert fed([*noisy(50), 0.0, 0.0]) == []
     assert fed([0.5] * 40 + [0.4, 0.3], Scale("linear", low=True, floor=0.02)) == [41]
     assert fed([-5.0] * 40 + [-400.0], Scale("asinh", low=True)) == [40]
@@ -78,5 +78,5 @@ def test_a_band_survives_json_bit_for_bit(values, cut):
         first.update(step, {"x": value}, {"x": LOG})
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     rest = [second.update(cut + i, {"x": value}, {"x": LOG}) for i, value in enumerate(values[cut:])]
-    assert rest == told[cut:]
-    assert len(whole.state_dict()["x"]["values"]) <= WINDOW
+    assert repr(rest) == repr(told[cut:])  # NaN is not equal to itself
+    assert len(whole.state_dict()["x"]["off"]) <= WINDOW
