@@ -5,8 +5,9 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
-from stabilitykit.faults import PlantedBatch, spoilt
+from stabilitykit.faults import PlantedBatch, PlantedLearningRate, PlantedScale, PlantedSecondMoment, spoilt
 from stabilitykit.gpt.module import GPTModule, TextData
+from stabilitykit.observe.tap import Tap
 
 KINDS = ["random_bytes", "repeated_byte", "shuffled_labels"]
 STEPS, AT = 8, 5
@@ -163,3 +164,90 @@ def test_bad_arguments_are_named(data):
         PlantedBatch(data, at_batch=-1)
     with pytest.raises(ValueError, match="random_bytes, repeated_byte, shuffled_labels, got 'x'"):
         PlantedBatch(data, at_batch=1, kind="x")
+
+
+class Rates(pl.Callback):
+    """The learning rate each step was taken with, and the one after it."""
+
+    def __init__(self):
+        self.used, self.after = [], []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.used.append(optimizer.param_groups[0]["lr"])
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.after.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def test_the_learning_rate_is_too_high_for_one_step_and_the_schedule_goes_on(data, caplog):
+    caplog.set_level(logging.INFO)
+    healthy, planted = Rates(), Rates()
+    run(data, healthy)
+    run(data, PlantedLearningRate(AT, factor=30.0), planted)
+    factors = [a / b for a, b in zip(planted.used, healthy.used, strict=True)]
+    assert factors == pytest.approx([30.0 if step == AT else 1.0 for step in range(STEPS)])
+    assert planted.after == healthy.after
+    said = [line for line in caplog.messages if "planted fault" in line]
+    assert said == ["stabilitykit: planted fault: the learning rate of step 5 is multiplied by 30"]
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-4])
+def test_the_second_moment_is_scaled_before_one_step(data, factor):
+    class Moments(pl.Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            states = optimizer.state.values()
+            self.seen.append([state["exp_avg_sq"].clone() for state in states])
+
+    before, after = Moments(), Moments()
+    run(data, before, PlantedSecondMoment(AT, factor=factor), after)
+    for step in range(STEPS):
+        scale = factor if step == AT else 1.0
+        assert all(
+            torch.equal(a * scale, b) for a, b in zip(before.seen[step], after.seen[step], strict=True)
+        )
+
+
+def test_an_optimizer_without_second_moments_is_refused(data):
+    with pytest.raises(ValueError, match="second moments .exp_avg_sq. at step 0, got AdamW without"):
+        run(data, PlantedSecondMoment(0))
+
+
+def test_the_scale_is_wrong_in_the_chosen_heads_of_the_chosen_layer_from_its_step_on(data):
+    class Looks(pl.Callback):
+        """The logits of every attention call, as a tap outside sees them."""
+
+        def __init__(self):
+            self.logits = []
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            self.calls = []
+            self.tap = Tap(pl_module, self.calls.append)
+            self.tap.__enter__()
+
+        def on_before_backward(self, trainer, pl_module, loss):
+            self.tap.__exit__(None, None, None)
+            self.logits.append([(call.q @ call.k.mT).abs().amax((0, 2, 3)) for call in self.calls])
+
+    looks = Looks()
+    module = GPTModule(context=8, layers=2, heads=4, width=16)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=4, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, callbacks=[looks, PlantedScale(2, layer=1, heads=3, factor=0.0)],
+        limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    for step, (first, second) in enumerate(looks.logits):
+        assert (first > 0).all()
+        assert (second > 0).tolist() == ([True] * 4 if step < 2 else [False, False, False, True])
+    assert "training_step" not in vars(module)
+
+
+def test_bad_arguments_of_the_other_faults_are_named():
+    for fault in (PlantedLearningRate, PlantedSecondMoment, PlantedScale):
+        with pytest.raises(ValueError, match="at_step >= 0, got -1"):
+            fault(-1)
+    with pytest.raises(ValueError, match="heads >= 1, got 0"):
+        PlantedScale(1, heads=0)

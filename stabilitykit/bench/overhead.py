@@ -13,7 +13,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from stabilitykit.callbacks import AttentionMonitor, LossMonitor, WeightMonitor
+from stabilitykit.callbacks import AttentionMonitor, LossMonitor, PrecursorMonitor, WeightMonitor
 from stabilitykit.gpt.module import GPTModule, TextData
 
 MODELS: dict[str, dict[str, int]] = {
@@ -24,6 +24,7 @@ MIXED, FULL = "bf16-mixed", "32-true"
 STEPS, WARMUP = 14, 2  # of every run; the first are not counted: allocation, first touch
 EVERY, WINDOW = 7, 6  # due on steps 6 and 13; a window of twins on steps 6 to 11
 ATTENTION_CADENCE = 100  # the defaults, over which the cost of a due step is spread
+PRECURSOR_CADENCE, PRECURSOR_LIMIT = 10, 1.004
 TWIN_CADENCE, TWIN_WINDOW = 1000, 10
 
 Monitors = Callable[[], list[Any]]
@@ -38,6 +39,7 @@ CASES: dict[str, tuple[str, Monitors]] = {
     "plain": (MIXED, list),
     "loss": (MIXED, lambda: [LossMonitor()]),
     "attention": (MIXED, lambda: [AttentionMonitor(EVERY)]),
+    "precursors": (MIXED, lambda: [PrecursorMonitor(EVERY)]),
     "both": (MIXED, lambda: [LossMonitor(), AttentionMonitor(EVERY)]),
     "windowed": (MIXED, lambda: [WeightMonitor(EVERY, window=WINDOW)]),
     "lockstep": (MIXED, _lockstep),
@@ -101,12 +103,14 @@ def figures(times: dict[str, list[float]]) -> dict[str, Figure]:
     plain = min(times["plain"][WARMUP:])
     result = {"loss": Figure(min(times["loss"][WARMUP:]) / plain, 1.0)}
     for name in ("attention", "both"):
-        rest = min(times[name][WARMUP : EVERY - 1] + times[name][EVERY : 2 * EVERY - 1])
-        due = min(times[name][EVERY - 1 :: EVERY])
+        rest, due = _rest_and_due(times[name])
         constant = rest / plain if name == "both" else 1.0
         result[f"{name}_due_step"] = Figure(constant * due / rest, 1.0)
         spread = 1 + (due / rest - 1) / ATTENTION_CADENCE
         result[f"{name}_every_{ATTENTION_CADENCE}"] = Figure(constant * spread, 1.0)
+    rest, due = _rest_and_due(times["precursors"])
+    spread = 1 + (due / rest - 1) / PRECURSOR_CADENCE
+    result[f"precursors_every_{PRECURSOR_CADENCE}"] = Figure(spread, PRECURSOR_LIMIT)
     first, *middle, last = times["windowed"][EVERY - 1 : EVERY - 1 + WINDOW]
     rest, inside = min(times["windowed"][WARMUP : EVERY - 1]), min(middle)
     fork_and_measure = max(first + last - 2 * inside, 0.0)
@@ -114,6 +118,12 @@ def figures(times: dict[str, list[float]]) -> dict[str, Figure]:
     result["windowed_twins"] = Figure(spread, 1.0)
     limit = 1 + min(times["float32"][WARMUP:]) / plain
     return {**result, "lockstep_float32_twin": Figure(min(times["lockstep"][WARMUP:]) / plain, limit)}
+
+
+def _rest_and_due(steps: list[float]) -> tuple[float, float]:
+    """The fastest step of those that are not due, and of those that are."""
+    rest = steps[WARMUP : EVERY - 1] + steps[EVERY : 2 * EVERY - 1]
+    return min(rest), min(steps[EVERY - 1 :: EVERY])
 
 
 def _steps(shape: dict[str, int], precision: str, monitors: Monitors) -> list[float]:

@@ -12,7 +12,7 @@ from stabilitykit.callbacks.lockstep import spread
 from stabilitykit.callbacks.monitor import Monitor
 from stabilitykit.callbacks.parity import Parity
 from stabilitykit.callbacks.run import say, world
-from stabilitykit.callbacks.signals import Layers, judged, per_layer, values_of
+from stabilitykit.callbacks.signals import Layers, judged, per_layer, values_of, without
 from stabilitykit.numerics.bands import Bands
 from stabilitykit.observe.calls import AttentionCall
 from stabilitykit.observe.forward import Forward, layer_of, output_head
@@ -181,7 +181,9 @@ class PrecursorMonitor(Monitor):
     def _write_step(self, updates: Updates) -> None:
         step = self.run.step
         layers, whole, stepped = self._read(updates)
-        moved = judged(self._bands, step, layers, whole)
+        # Gradients that overflow are GradScaler's business: it halves its factor, which is judged.
+        shown = layers if stepped or self._scale is None else without(layers, "grad_norm")
+        moved = judged(self._bands, step, shown, whole)
         self._look_for_missing(layers, whole, stepped)
         detail: dict[str, Any] = {"layers": layers, "moved": moved, "every": self.every_n_steps}
         if not stepped:

@@ -65,6 +65,11 @@ def _norm(rows: list[Mapping[str, float]], of: str) -> float:
     return math.sqrt(sum(row[of] ** 2 for row in rows if of in row))
 
 
+def without(layers: Layers, signal: str) -> Layers:
+    """The layers but for one of their signals."""
+    return {layer: {name: row[name] for name in row if name != signal} for layer, row in layers.items()}
+
+
 def judged(bands: Bands, step: int, layers: Layers, whole: Mapping[str, float]) -> dict[str, dict[str, Any]]:
     """Signal -> layer -> how it is outside its own band; `whole` are signals of the whole run."""
     signals = {

@@ -1,13 +1,14 @@
 """The usual range of many signals, each against its own past; no torch."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stabilitykit.numerics.robust import RollingWindow
 
-WINDOW = 64  # values that make a band
-KNOWN = 16  # of them before it is judged
+LEVEL = 16  # values whose median is the usual one
+WINDOW = 64  # deviations from it that are the usual ones
+KNOWN = 16  # of them before a value is judged
 SIGMAS = 8.0
 RELEARN = 64  # values outside in a row, after which they are the new usual
 TAIL, SIGMAS_TO_TAIL = 0.1, 1.2816  # a Gaussian's 10 % and 90 % quantiles
@@ -23,7 +24,7 @@ class Scale(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """A value outside its band since step `since`: the median of the band, and how many sigmas off."""
+    """A value outside its band since step `since`, the usual one, and how many sigmas it is off."""
 
     value: float
     usual: float
@@ -32,12 +33,12 @@ class Outside(NamedTuple):
 
 
 class Bands:
-    """One robust band per signal, of its last WINDOW values that were not outside.
+    """One robust band per signal, about the median of its last LEVEL values that were not outside.
 
-    A value is outside when it is more than SIGMAS robust standard deviations from the median, or is
-    not finite. Each side has its own deviation, from the 10 % or 90 % quantile, so that a skewed or
-    steadily moving signal is not outside for that alone. A signal that stays outside for RELEARN values
-    has a new usual level.
+    A value is outside when it is more than SIGMAS robust standard deviations off what that median
+    promises, or not finite. The deviations are those of the last WINDOW values, so that a steady course
+    is not outside for that alone; each side has its own, from the 10 % or 90 % quantile. A signal that
+    stays outside for RELEARN values has a new usual level.
     """
 
     def __init__(self) -> None:
@@ -70,50 +71,62 @@ class Bands:
 
 
 class _Band:
-    def __init__(self, values: list[float] | None = None, out: list[float] | None = None, since: int = 0):
-        self._known = RollingWindow(WINDOW, values or [])
-        self._out = out or []  # values outside in a row, on the axis
+    def __init__(
+        self,
+        level: Sequence[float] = (),
+        off: Sequence[float] = (),
+        out: Sequence[float] = (),
+        since: int = 0,
+    ):
+        self._level = RollingWindow(LEVEL, level)
+        self._off = RollingWindow(WINDOW, off)  # how far values were from the level of their time
+        self._out = list(out)  # values outside in a row
         self._since = since
 
     def update(self, step: int, value: float, scale: Scale) -> Outside | None:
         at = _on_axis(value, scale.axis)
-        sigmas = self._sigmas(at, scale)
+        usual, sigmas = self._judged(at, scale)
         if sigmas <= SIGMAS:
-            self._out = []
+            self._out.clear()
             if math.isfinite(at):
-                self._known.push(at)
+                self._learn(at)
             return None
         if not self._out:
             self._since = step
-        usual = _from_axis(self._known.median(), scale.axis) if len(self._known) else math.nan
-        outside = Outside(value, usual, sigmas, self._since)
         self._out.append(at)
-        if len(self._out) >= RELEARN:
-            self._known = RollingWindow(WINDOW, [at for at in self._out if math.isfinite(at)])
-            self._out = []
-        return outside
+        if len(self._out) == RELEARN:
+            self._level = RollingWindow(LEVEL, [at for at in self._out if math.isfinite(at)])
+            self._out.clear()
+        return Outside(value, _from_axis(usual, scale.axis), sigmas, self._since)
 
-    def _sigmas(self, at: float, scale: Scale) -> float:
+    def _learn(self, at: float) -> None:
+        if len(self._level):
+            self._off.push(at - self._level.median())
+        self._level.push(at)
+
+    def _judged(self, at: float, scale: Scale) -> tuple[float, float]:
+        """The usual value, and how many sigmas `at` is off it to a side that is judged."""
+        known = len(self._off)
+        lag = self._off.median() if known else 0.0  # of a signal on a steady course
+        usual = self._level.median() + lag if len(self._level) else math.nan
         if at == -math.inf and not scale.low:
-            return 0.0  # the log of an exact zero
+            return usual, 0.0  # the log of an exact zero
         if not math.isfinite(at):
-            return math.inf
-        known = len(self._known)
-        if known < KNOWN:
-            return 0.0
-        middle = self._known.median()
-        if at >= middle:
-            side = self._known.quantile(1 - TAIL) - middle
-            judged = scale.high
-        else:
-            side = middle - self._known.quantile(TAIL)
-            judged = scale.low
+            return usual, math.inf
+        if known < KNOWN or not (scale.high if at >= usual else scale.low):
+            return usual, 0.0
+        side = self._off.quantile(1 - TAIL) - lag if at >= usual else lag - self._off.quantile(TAIL)
         # Few values understate the noise by chance, as in Student's t.
         sigma = max(side / SIGMAS_TO_TAIL * (1 + KNOWN / 2 / known), scale.floor)
-        return abs(at - middle) / sigma if judged else 0.0
+        return usual, abs(at - usual) / sigma
 
     def state(self) -> dict[str, Any]:
-        return {"values": list(self._known.values), "out": self._out, "since": self._since}
+        return {
+            "level": list(self._level.values),
+            "off": list(self._off.values),
+            "out": list(self._out),
+            "since": self._since,
+        }
 
 
 def _on_axis(value: float, axis: str) -> float:

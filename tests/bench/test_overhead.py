@@ -15,6 +15,7 @@ def test_ratios_by_hand():
         "plain": steps(1.0),
         "loss": steps(1.02),
         "attention": steps(1.0, s6=3.0, s13=3.0),
+        "precursors": steps(1.0, s6=1.1, s13=1.03),
         "both": steps(1.02, s6=3.02, s13=3.02),
         "windowed": steps(1.0, s6=6.0, s7=5.0, s8=5.0, s9=5.0, s10=5.0, s11=7.0),
         "lockstep": steps(2.2),
@@ -25,6 +26,8 @@ def test_ratios_by_hand():
     assert found["attention_due_step"].value == pytest.approx(3.0)
     assert found["attention_every_100"].value == pytest.approx(1.02)
     assert found["both_every_100"].value == pytest.approx(1.04)
+    assert found["precursors_every_10"].value == pytest.approx(1.003)
+    assert found["precursors_every_10"].limit == 1.004
     # 10 steps at 4 more, and 3 for fork and measurement, over 1000 steps
     assert found["windowed_twins"].value == pytest.approx(1.043)
     assert (found["lockstep_float32_twin"].value, found["lockstep_float32_twin"].limit) == (2.2, 2.0)
@@ -41,6 +44,7 @@ def test_the_bench_runs_and_prints_its_rows(capsys, monkeypatch):
         "tiny/attention_every_100",
         "tiny/both_due_step",
         "tiny/both_every_100",
+        "tiny/precursors_every_10",
         "tiny/windowed_twins",
         "tiny/lockstep_float32_twin",
     ]

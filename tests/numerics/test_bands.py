@@ -78,5 +78,5 @@ def test_a_band_survives_json_bit_for_bit(values, cut):
         first.update(step, {"x": value}, {"x": LOG})
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     rest = [second.update(cut + i, {"x": value}, {"x": LOG}) for i, value in enumerate(values[cut:])]
-    assert rest == told[cut:]
-    assert len(whole.state_dict()["x"]["values"]) <= WINDOW
+    assert repr(rest) == repr(told[cut:])  # NaN is not equal to itself
+    assert len(whole.state_dict()["x"]["off"]) <= WINDOW
