@@ -9,6 +9,7 @@ from stabilitykit.numerics.robust import RollingWindow
 
 LEVEL_ROWS = 8  # the local level is short, so that it lags a steep opening descent by four rows only
 SLOW_ROWS = 32  # memory of the slow mean, which is then as noisy as a plain mean of 64 rows
+HUMP_ROWS = 4
 PACE = 16  # by how much the memory of the mean that sees a creep is longer
 TREND_ROWS = 64  # learnt rows between the marks whose differences give the descent
 FORESIGHT = 1000  # rows for which a descent is taken to go on
@@ -44,7 +45,7 @@ class RunningMean:
 class Baseline:
     """The running course of a loss, from the rows it was told to learn (the unflagged ones).
 
-    `slow` and `slower` are their means over SLOW_ROWS and PACE times as many.
+    `slow` and `slower` are their means over SLOW_ROWS and PACE times as many, `bottom` the lowest level.
     """
 
     def __init__(self, window: int, floor: float):
@@ -59,7 +60,10 @@ class Baseline:
         """Forgets the level, then learns `losses`; the noise is kept unless told otherwise."""
         if forget_noise:
             self._noise = RollingWindow(self._noise.size)
+            self._near = self._far = 0.0
+            self._changes = 0
         self._level = RollingWindow(LEVEL_ROWS)
+        self.bottom = math.inf  # until there are LEVEL_ROWS
         self.slow, self.slower = RunningMean(SLOW_ROWS), RunningMean(PACE * SLOW_ROWS)
         self._marks: deque[float] = deque(maxlen=5)  # the slow mean now and then, for the descent
         for loss in losses:
@@ -72,6 +76,15 @@ class Baseline:
     def repeats(self, loss: float) -> bool:
         """Whether the last loss is held in the log: one written so finely is not met again by chance."""
         return len(self._level) > 0 and loss == self._level.values[-1] and round(loss, 3) != loss
+
+    @property
+    def hump(self) -> tuple[float, float]:
+        """How far the mean of the last HUMP_ROWS is above `bottom`, and one deviation of the changes.
+
+        The noise of a start-up is not known from its few residuals, which its own fall has stretched.
+        """
+        last = list(self._level.values)[-HUMP_ROWS:]
+        return sum(last) / len(last) - self.bottom, math.sqrt(self._near / 2)
 
     @property
     def persistence(self) -> float:
@@ -124,6 +137,8 @@ class Baseline:
             if 0 < change < (self._grain or math.inf):
                 self._grain = change
         self._level.push(loss)
+        if len(self._level) == LEVEL_ROWS:
+            self.bottom = min(self.bottom, self._level.median())
         self.slow.learn(loss)
         self.slower.learn(loss)
         if self.slow.count % TREND_ROWS == 0:
@@ -135,6 +150,7 @@ class Baseline:
             "noise": list(self._noise.values),
             "level": list(self._level.values),
             "grain": self._grain,
+            "bottom": None if self.bottom == math.inf else self.bottom,
             "changes": [self._changes, self._near, self._far],
             "count": self.slow.count,
             "slow": [self.slow.value, self.slow.lowest],
@@ -147,6 +163,7 @@ class Baseline:
         self._noise = RollingWindow(self._noise.size, state["noise"])
         self._level = RollingWindow(LEVEL_ROWS, state["level"])
         self._grain = state["grain"]
+        self.bottom = math.inf if state["bottom"] is None else state["bottom"]
         self._changes, self._near, self._far = state["changes"]
         for mean, (value, lowest) in ((self.slow, state["slow"]), (self.slower, state["slower"])):
             mean.count, mean.value, mean.lowest = state["count"], value, lowest
