@@ -162,25 +162,28 @@ class SpikeDetector:
             self._trouble = self._trouble_of(event, "transient", noise, back=self.slack * noise / 2)
 
     def _watch_slow(self, step: float, loss: float, sigma: float, *, early: bool) -> None:
-        rise, creep = self._course.slow, self._course.slower
+        course = self._course
+        crept, lowest = course.slower.rise, course.slower.lowest
+        creeps = crept > max(sigma / 2, DRIFT_FLOOR * abs(lowest))
+        self._crept = _since(self._crept, step, crept > sigma / 4)
+        rises = self._rises(step, loss, sigma, caution=2 if early else 1)
         passing = "transient" if early else "spike"
-        self._accumulate(step, loss, sigma)
-        self._crept = _since(self._crept, step, creep.rise > sigma / 4)
-        crept = creep.rise > max(sigma / 2, DRIFT_FLOOR * abs(creep.lowest))
-        enough = self.drift * self._course.persistence * (2 if early else 1)
-        if crept or (creep.rise > rise.rise / 2 and self._excess > enough):
-            event = self._open("divergence", step, self._crept, loss, creep.lowest, creep.rise / sigma)
-            self._creep = self._trouble_of(event, passing, sigma, back=creep.rise / 2, pace=PACE)
-        elif self._excess > enough:
-            onset, score = self._risen, (loss - rise.lowest) / sigma
-            event = self._open("divergence", step, onset, loss, rise.lowest, score)
+        if creeps or (rises and crept > course.slow.rise / 2):
+            event = self._open("divergence", step, self._crept, loss, lowest, crept / sigma)
+            self._creep = self._trouble_of(event, passing, sigma, back=crept / 2, pace=PACE)
+        elif rises:
+            baseline = course.slow.lowest
+            event = self._open("divergence", step, self._risen, loss, baseline, (loss - baseline) / sigma)
             self._trouble = self._trouble_of(event, passing, sigma, back=self.slack * sigma / 2)
 
-    def _accumulate(self, step: float, loss: float, sigma: float) -> None:
+    def _rises(self, step: float, loss: float, sigma: float, caution: int) -> bool:
+        """Adds the row to the cumulative sum, and says whether that is enough."""
         lowest = self._course.slow.lowest
         above = min((loss - lowest) / sigma, self.threshold)  # a row that was not raised proves little
         self._excess = max(0.0, self._excess + above - max(self.slack, DRIFT_FLOOR * abs(lowest) / sigma))
         self._risen = _since(self._risen, step, self._excess > 0)
+        enough = self.drift * caution
+        return self._excess > enough and self._excess > enough * self._course.persistence
 
     def _trouble_of(
         self, event: Event, passing: str, sigma: float, back: float | None = None, pace: int = 1
