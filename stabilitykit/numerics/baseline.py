@@ -9,6 +9,7 @@ from stabilitykit.numerics.robust import RollingWindow
 
 LEVEL_ROWS = 8  # the local level is short, so that it lags a steep opening descent by four rows only
 SLOW_ROWS = 32  # memory of the slow mean, which is then as noisy as a plain mean of 64 rows
+HUMP_ROWS = 4
 PACE = 16  # by how much the memory of the mean that sees a creep is longer
 TREND_ROWS = 64  # learnt rows between the marks whose differences give the descent
 FORESIGHT = 1000  # rows for which a descent is taken to go on
@@ -44,7 +45,7 @@ class RunningMean:
 class Baseline:
     """The running course of a loss, from the rows it was told to learn (the unflagged ones).
 
-    `slow` and `slower` are their means over SLOW_ROWS and PACE times as many.
+    `slow` and `slower` are their means over SLOW_ROWS and PACE times as many, `bottom` the lowest level.
     """
 
     def __init__(self, window: int, floor: float):
@@ -59,7 +60,11 @@ class Baseline:
         """Forgets the level, then learns `losses`; the noise is kept unless told otherwise."""
         if forget_noise:
             self._noise = RollingWindow(self._noise.size)
+            self._near = self._far = 0.0
+            self._changes = 0
         self._level = RollingWindow(LEVEL_ROWS)
+        self.level: float | None = None  # the median of the last few rows
+        self.bottom = math.inf  # until there are LEVEL_ROWS
         self.slow, self.slower = RunningMean(SLOW_ROWS), RunningMean(PACE * SLOW_ROWS)
         self._marks: deque[float] = deque(maxlen=5)  # the slow mean now and then, for the descent
         for loss in losses:
@@ -74,17 +79,22 @@ class Baseline:
         return len(self._level) > 0 and loss == self._level.values[-1] and round(loss, 3) != loss
 
     @property
-    def persistence(self) -> float:
-        """In how many rows the noise changes as much as it ever does: 1 when white, at most LEVEL_ROWS.
+    def hump(self) -> tuple[float, float]:
+        """How far the mean of the last HUMP_ROWS is above `bottom`, and one deviation of the changes.
 
-        Rows of a log that was smoothed, or of data in an order, are no independent evidence.
+        The noise of a start-up is not known from its few residuals, which its own fall has stretched.
         """
-        return max(1.0, self._far / self._near) if self._near else 1.0
+        last = list(self._level.values)[-HUMP_ROWS:]
+        return sum(last) / len(last) - self.bottom, math.sqrt(self._near / 2)
 
     @property
-    def level(self) -> float | None:
-        """The median of the last few rows, None before the first."""
-        return self._level.median() if len(self._level) else None
+    def persistence(self) -> float:
+        """In how many rows the noise is new: 1 when white, (1 + r) / (1 - r) or less for an AR(1) of r.
+
+        Rows of a log that was smoothed, or of data in an order, are no independent evidence. The ratio
+        of changes over LEVEL_ROWS to those over one is (1 - r^8) / (1 - r); its power 1.5 comes near.
+        """
+        return max(1.0, self._far / self._near) ** 1.5 if self._near else 1.0
 
     def fall(self, rows: int) -> float:
         """How far the loss is expected to fall in the next `rows`, never negative.
@@ -104,9 +114,8 @@ class Baseline:
         if known < KNOWN_ROWS:
             largest = max((abs(residual) for residual in self._noise.values), default=0.0)
             return level, max(UNKNOWN_NOISE * max(abs(level), 1.0), 0.45 * largest)
-        lag = self._noise.median()
-        upper = (self._noise.quantile(1 - TAIL) - lag) / SIGMAS_TO_TAIL
-        lower = (lag - self._noise.quantile(TAIL)) / SIGMAS_TO_TAIL
+        low, lag, high = self._noise.tails(TAIL)
+        upper, lower = (high - lag) / SIGMAS_TO_TAIL, (lag - low) / SIGMAS_TO_TAIL
         # A steep descent still in the window makes the lower side long; it is not noise. And few
         # residuals understate the noise by chance, as in Student's t.
         noise = min((upper + lower) / 2, 1.5 * upper) * (1 + KNOWN_ROWS / known)
@@ -114,16 +123,20 @@ class Baseline:
 
     def learn(self, loss: float) -> None:
         """Takes an unflagged row in."""
-        if len(self._level):
-            self._noise.push(loss - self._level.median())
-            change = abs(loss - self._level.values[-1])
-            if len(self._level) == LEVEL_ROWS:
+        rows = self._level.values
+        if self.level is not None:
+            self._noise.push(loss - self.level)
+            change = abs(loss - rows[-1])
+            if len(rows) == LEVEL_ROWS:
                 self._changes = min(self._changes + 1, self.slower.memory)
                 self._near += (change**2 - self._near) / self._changes
-                self._far += ((loss - self._level.values[0]) ** 2 - self._far) / self._changes
+                self._far += ((loss - rows[0]) ** 2 - self._far) / self._changes
             if 0 < change < (self._grain or math.inf):
                 self._grain = change
         self._level.push(loss)
+        self.level = self._level.median()
+        if len(rows) == LEVEL_ROWS and self.level < self.bottom:
+            self.bottom = self.level
         self.slow.learn(loss)
         self.slower.learn(loss)
         if self.slow.count % TREND_ROWS == 0:
@@ -135,6 +148,7 @@ class Baseline:
             "noise": list(self._noise.values),
             "level": list(self._level.values),
             "grain": self._grain,
+            "bottom": None if self.bottom == math.inf else self.bottom,
             "changes": [self._changes, self._near, self._far],
             "count": self.slow.count,
             "slow": [self.slow.value, self.slow.lowest],
@@ -146,7 +160,9 @@ class Baseline:
         """The inverse of `state_dict`; the options stay this object's own."""
         self._noise = RollingWindow(self._noise.size, state["noise"])
         self._level = RollingWindow(LEVEL_ROWS, state["level"])
+        self.level = self._level.median() if len(self._level) else None
         self._grain = state["grain"]
+        self.bottom = math.inf if state["bottom"] is None else state["bottom"]
         self._changes, self._near, self._far = state["changes"]
         for mean, (value, lowest) in ((self.slow, state["slow"]), (self.slower, state["slower"])):
             mean.count, mean.value, mean.lowest = state["count"], value, lowest

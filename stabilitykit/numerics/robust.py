@@ -41,3 +41,18 @@ class RollingWindow:
         below = int(place)
         above = min(below + 1, len(ordered) - 1)
         return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+    def tails(self, share: float) -> tuple[float, float, float]:
+        """The quantiles `share`, 0.5 and 1 - `share`, in one go: the detector asks for them every row."""
+        ordered = self._sorted
+        last = len(ordered) - 1
+        place = share * last
+        at = int(place)
+        part = place - at
+        low, high = ordered[at], ordered[last - at]
+        if part:
+            low += part * (ordered[at + 1] - low)
+            high += part * (ordered[last - at - 1] - high)
+        half = last // 2
+        middle = ordered[half]
+        return low, middle if last % 2 == 0 else middle + 0.5 * (ordered[half + 1] - middle), high

@@ -13,6 +13,7 @@ __all__ = ["Event", "SpikeDetector"]
 
 BAND = 3.0  # robust sigmas: a row within is back to normal
 SLOW_BAND = 2.0  # the same after a slow rise
+HUMP, HUMP_FLOOR = 3.5, 0.05  # deviations, and of the level, by which a start-up has to rise for a hump
 DRIFT_FLOOR = 0.02  # of the level: a slow wander below this is data order, not trouble
 
 
@@ -143,42 +144,55 @@ class SpikeDetector:
         passing = "transient" if early else "spike"
         if self.score > self.threshold * (2 if cautious else 1):
             event = self._open(passing, step, self._elevated, loss, expected, self.score)
-            self._trouble = self._trouble_of(event, passing, sigma, BAND)
+            self._trouble = self._trouble_of(event, passing, sigma)
             return
         if course.repeats(loss):
             return
         course.learn(loss)
-        if self._creep is None:
+        if early:
+            self._watch_hump(step, loss)
+        if self._creep is None and self._trouble is None:
             self._watch_slow(step, loss, sigma, early=early)
 
-    def _watch_slow(self, step: float, loss: float, sigma: float, *, early: bool) -> None:
-        rise, creep = self._course.slow, self._course.slower
-        passing = "transient" if early else "spike"
-        self._accumulate(step, loss, sigma)
-        self._crept = _since(self._crept, step, creep.rise > sigma / 4)
-        crept = creep.rise > max(sigma / 2, DRIFT_FLOOR * abs(creep.lowest))
-        enough = self.drift * self._course.persistence * (2 if early else 1)
-        if crept or (creep.rise > rise.rise / 2 and self._excess > enough):
-            event = self._open("divergence", step, self._crept, loss, creep.lowest, creep.rise / sigma)
-            self._creep = self._trouble_of(event, passing, sigma, SLOW_BAND, back=creep.rise / 2, pace=PACE)
-        elif self._excess > enough:
-            onset, score = self._risen, (loss - rise.lowest) / sigma
-            event = self._open("divergence", step, onset, loss, rise.lowest, score)
-            self._trouble = self._trouble_of(event, passing, sigma, SLOW_BAND, back=self.slack * sigma / 2)
+    def _watch_hump(self, step: float, loss: float) -> None:
+        bottom = self._course.bottom
+        rise, noise = self._course.hump
+        if noise > 0 and rise > max(HUMP * noise, HUMP_FLOOR * abs(bottom)):
+            event = self._open("transient", step, self._elevated, loss, bottom, (loss - bottom) / noise)
+            self._trouble = self._trouble_of(event, "transient", noise, back=self.slack * noise / 2)
 
-    def _accumulate(self, step: float, loss: float, sigma: float) -> None:
+    def _watch_slow(self, step: float, loss: float, sigma: float, *, early: bool) -> None:
+        course = self._course
+        crept, lowest = course.slower.rise, course.slower.lowest
+        creeps = crept > max(sigma / 2, DRIFT_FLOOR * abs(lowest))
+        self._crept = _since(self._crept, step, crept > sigma / 4)
+        rises = self._rises(step, loss, sigma, caution=2 if early else 1)
+        passing = "transient" if early else "spike"
+        if creeps or (rises and crept > course.slow.rise / 2):
+            event = self._open("divergence", step, self._crept, loss, lowest, crept / sigma)
+            self._creep = self._trouble_of(event, passing, sigma, back=crept / 2, pace=PACE)
+        elif rises:
+            baseline = course.slow.lowest
+            event = self._open("divergence", step, self._risen, loss, baseline, (loss - baseline) / sigma)
+            self._trouble = self._trouble_of(event, passing, sigma, back=self.slack * sigma / 2)
+
+    def _rises(self, step: float, loss: float, sigma: float, caution: int) -> bool:
+        """Adds the row to the cumulative sum, and says whether that is enough."""
         lowest = self._course.slow.lowest
         above = min((loss - lowest) / sigma, self.threshold)  # a row that was not raised proves little
         self._excess = max(0.0, self._excess + above - max(self.slack, DRIFT_FLOOR * abs(lowest) / sigma))
         self._risen = _since(self._risen, step, self._excess > 0)
+        enough = self.drift * caution
+        return self._excess > enough and self._excess > enough * self._course.persistence
 
     def _trouble_of(
-        self, event: Event, passing: str, sigma: float, band: float, back: float | None = None, pace: int = 1
+        self, event: Event, passing: str, sigma: float, back: float | None = None, pace: int = 1
     ) -> Trouble:
         first = self._first_loss if self._from_zero else None
         learnt = first is not None and first - event.baseline > abs(event.baseline) / 10
-        mean = event.peak - event.baseline if pace == 1 else self._course.slower.rise
         untrained = first if learnt else None  # a run begun from a checkpoint has no such loss
+        mean = event.peak - event.baseline if pace == 1 else self._course.slower.rise
+        band = BAND if back is None else SLOW_BAND
         self._recent.clear()
         return Trouble(event, passing, sigma, band, back, untrained, mean, pace)
 

@@ -1,6 +1,7 @@
 """What is expected of the next loss: by hand, and against plain numpy on the whole past."""
 
 import json
+import math
 import random
 
 import numpy as np
@@ -54,12 +55,46 @@ def test_a_descent_in_the_window_is_not_noise():
 
 def test_the_slow_mean_rises_over_its_lowest():
     course = learnt([2.0] * 100)
-    assert (course.slow, course.lowest, course.rise) == (2.0, 2.0, 0.0)
+    assert (course.slow.value, course.slow.lowest, course.slow.rise) == (2.0, 2.0, 0.0)
     for _ in range(32):
         course.learn(3.0)
-    assert course.rise == pytest.approx(1 - (31 / 32) ** 32)
+    assert course.slow.rise == pytest.approx(1 - (31 / 32) ** 32)
     course.restart([5.0])
-    assert (course.level, course.slow, course.rise) == (5.0, 5.0, 0.0)
+    assert (course.level, course.slow.value, course.slow.rise) == (5.0, 5.0, 0.0)
+
+
+def test_a_mean_sixteen_times_slower_has_its_lowest_once_its_memory_is_full():
+    course = learnt([2.0] * 511 + [3.0])
+    assert course.slower.rise == pytest.approx(1 / 512)
+    assert learnt([3.0] * 100 + [2.0]).slower.rise == 0.0
+
+
+def test_a_descent_is_taken_to_go_on_as_a_power_law():
+    course = learnt([10 - 0.001 * t for t in range(2000)])
+    assert course.fall(1) == pytest.approx(0.001, rel=0.01)
+    assert course.fall(500) == pytest.approx(2 * math.log(1.25), rel=0.01)
+    assert course.fall(5000) == course.fall(1000)
+    assert learnt([2 + 0.001 * t for t in range(2000)]).fall(500) == 0.0
+    assert learnt([2.0] * 50).fall(500) == 0.0
+
+
+def test_persistence_is_one_for_white_noise_and_grows_when_the_log_is_smoothed():
+    generator = random.Random(0)
+    white = [2 + generator.gauss(0, 0.1) for _ in range(2000)]
+    assert learnt(white).persistence < 1.2
+    smooth = [white[0]]
+    for loss in white:
+        smooth.append(0.9 * smooth[-1] + 0.1 * loss)
+    # AR(1) of 0.9: changes over eight rows beside those over one.
+    expected = ((1 - 0.9**8) / (1 - 0.9)) ** 1.5
+    assert learnt(smooth).persistence == pytest.approx(expected, rel=0.3)
+
+
+def test_a_value_written_finely_that_comes_again_is_held():
+    course = learnt([2.125, 2.12345])
+    assert course.repeats(2.12345)
+    assert not course.repeats(2.125)
+    assert not learnt([2.12]).repeats(2.12)
 
 
 def test_the_state_survives_json():

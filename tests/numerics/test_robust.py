@@ -28,3 +28,7 @@ def test_quantiles_are_numpys(values, size, share):
     assert list(window.values) == kept
     assert window.median() == pytest.approx(np.median(kept), rel=1e-12, abs=1e-9)
     assert window.quantile(share) == pytest.approx(np.quantile(kept, share), rel=1e-9, abs=1e-9)
+    low, middle, high = window.tails(share / 2)
+    assert low == pytest.approx(np.quantile(kept, share / 2), rel=1e-9, abs=1e-9)
+    assert middle == pytest.approx(np.median(kept), rel=1e-12, abs=1e-9)
+    assert high == pytest.approx(np.quantile(kept, 1 - share / 2), rel=1e-9, abs=1e-9)

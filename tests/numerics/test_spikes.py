@@ -85,11 +85,16 @@ def test_a_second_step_spike_at_high_learning_rate_is_a_transient():
     assert brief(rows_of("pgolf_step2_spike_mixedquant.csv")) == [("transient", 2, 400)]
 
 
+def test_humps_of_start_up_are_one_transient_back_by_step_28():
+    (event,) = run(rows_of("megatron_gpt3_moe_50steps_early_bumps.csv"))
+    assert (event.kind, event.start, event.peak_step) == ("transient", 13, 25)
+    assert event.end is not None
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "megatron_gpt3_resume_cp2_100steps.csv",  # the noise grows tenfold in sixty rows
-        "megatron_gpt3_moe_50steps_early_bumps.csv",  # humps of 15 % in start-up, back by step 28
         "mn_val_batchsize_schedule.csv",  # a validation loss, better ten steps later
     ],
 )
@@ -153,6 +158,38 @@ def test_a_creep_is_a_divergence_with_an_onset_before_its_start():
     (event,) = run(rows)
     assert (event.kind, event.end) == ("divergence", None)
     assert 1500 < event.onset < event.start < 1800
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.03, 0.1])
+def test_a_creep_of_five_percent_in_twenty_thousand_steps_is_one_divergence(noise):
+    change = {16_000: 2.0, 19_000: 2.0}
+    rows = noisy(24_000, noise=noise)
+    rows = plus(rows, lambda t: 0.15 * max(0, t - 4000) / 20_000 + change.get(t, 0))
+    slow, *sudden = run(rows)
+    assert (slow.kind, slow.end) == ("divergence", None)
+    assert 4000 < slow.onset < slow.start < 14_000
+    assert [(event.kind, event.start, event.end) for event in sudden if event.start > 4000] == [
+        ("spike", 16_000, 16_010),
+        ("spike", 19_000, 19_010),
+    ]
+
+
+def test_a_bump_that_no_single_row_shows_is_a_spike():
+    rows = plus(noisy(1000), lambda t: 0.32 * math.exp(-(t - 500) / 15) if t >= 500 else 0)
+    ((kind, start, end),) = brief(rows)
+    assert (kind, end is not None) == ("spike", True)
+    assert 500 <= start < 515
+
+
+def test_a_new_level_on_a_falling_curve_is_a_shift_although_the_loss_comes_back():
+    rows = plus(noisy(5000, 0.0, 0.03), lambda t: 1.6 + 4 * (t + 1) ** -0.28 + 0.15 * (t >= 1500))
+    (event,) = run(rows)
+    assert (event.kind, event.end is not None) == ("shift", True)
+    assert 1500 <= event.start < 1530
+
+
+def test_a_lower_level_is_no_event():
+    assert brief(plus(noisy(3000), lambda t: -0.6 * (t >= 1500))) == []
 
 
 def test_a_new_level_is_a_shift_and_the_baseline_follows():
@@ -279,11 +316,29 @@ def test_no_alarm_on_a_log_rounded_to_one_decimal(noise):
     assert brief([(t, round(loss, 1)) for t, loss in rows]) == []
 
 
+@pytest.mark.parametrize("keep", [0.5, 0.8, 0.9])
+def test_no_alarm_on_a_smoothed_log_and_its_spike_is_found(keep):
+    def smooth(rows):
+        mean = rows[0][1]
+        return [(t, mean := keep * mean + (1 - keep) * loss) for t, loss in rows]
+
+    clean = plus(noisy(4000, 0.0, 0.1), lambda t: 2 + 3 * math.exp(-t / 300))
+    assert brief(smooth(clean)) == []
+    assert [kind for kind, _, _ in brief(smooth(plus(clean, lambda t: 6.0 * (t == 3000))))] == ["spike"]
+
+
+def test_no_alarm_on_a_log_that_holds_every_value_for_twenty_rows():
+    rows = plus(noisy(4000, 0.0, 0.03), lambda t: 2 + 3 * math.exp(-t / 300))
+    assert brief([(t, rows[t - t % 20][1]) for t in range(4000)]) == []
+    spiky = plus(rows, lambda t: 0.5 * (t == 3000))
+    assert brief([(t, spiky[t - t % 20][1]) for t in range(4000)]) == [("spike", 3000, 3029)]
+
+
 # --- laws -------------------------------------------------------------------------------------------
 
 
 def eventful():
-    """Spike, transient, NaN, seam, slow rise, shift: every part of the state is in use somewhere."""
+    """Spike, transient, NaN, seam, slow rise, shift: much of the state is in use somewhere."""
 
     def change(t):
         return 6.0 * (t in (18, 120)) + 0.4 * (t >= 220) + (NAN if t in (150, 151) else 0)
@@ -305,6 +360,21 @@ def test_a_resume_equals_an_uninterrupted_run(one, other):
         assert (a and a.to_dict()) == (b and b.to_dict())
         assert whole.score == parts.score or (math.isnan(whole.score) and math.isnan(parts.score))
     assert whole.state_dict() == parts.state_dict()
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.integers(2600, 4900))
+def test_a_resume_within_a_creep_equals_an_uninterrupted_run(cut):
+    rows = plus(noisy(5000), lambda t: 0.3 * max(0, t - 1000) / 4000 + 2 * (t in (3000, 4000)))
+    whole, first, second = SpikeDetector(), SpikeDetector(), SpikeDetector()
+    expected = [event and event.to_dict() for event in (whole.update(*row) for row in rows)]
+    for row in rows[:cut]:
+        first.update(*row)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    found = [event and event.to_dict() for event in (second.update(*row) for row in rows[cut:])]
+    assert found == expected[cut:]
+    assert second.state_dict() == whole.state_dict()
+    assert sum(event is not None for event in expected) > 3
 
 
 def test_doubling_loss_and_floor_changes_no_event():
@@ -332,7 +402,7 @@ def test_an_event_is_json_and_comes_back():
     assert Event.from_dict(row).to_dict() == event.to_dict()
 
 
-@pytest.mark.parametrize("option", ["threshold", "drift", "window", "recover", "startup", "floor"])
+@pytest.mark.parametrize("option", ["threshold", "slack", "drift", "window", "recover", "startup", "floor"])
 def test_options_must_be_positive(option):
     with pytest.raises(ValueError, match="above 0, got 0"):
         SpikeDetector(**{option: 0})

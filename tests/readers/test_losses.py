@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,14 @@ def test_separators_and_a_byte_order_mark(log, mark):
 def test_lightnings_metrics_skip_the_rows_of_other_metrics(log):
     text = "epoch,step,train_loss,val_loss\n0,49,2.5,\n0,49,,2.75\n0,99,2.25,\n"
     assert list(read_losses(log(text, "metrics.csv")).rows) == [(49, 2.5), (99, 2.25)]
+
+
+def test_lightnings_metrics_are_read_from_their_folder(tmp_path):
+    (tmp_path / "version_0").mkdir()
+    text = "epoch,step,train_loss_epoch,train_loss_step,val_loss\n0,49,,2.5,\n0,49,2.4,,\n0,49,,,2.75\n"
+    (tmp_path / "version_0" / "metrics.csv").write_text(text)
+    losses = read_losses(tmp_path)
+    assert (losses.loss_column, list(losses.rows)) == ("train_loss_step", [(49, 2.5)])
 
 
 def test_nan_is_a_value_or_missing(log):
@@ -219,6 +228,27 @@ def test_short_rows_and_new_attempts_are_reported(log):
         "log.csv: step 1 after 2: taken as a new attempt",
         "log.csv:5: 2 of 3 cells, the row was skipped",
     ]
+
+
+def test_a_file_without_line_breaks_does_not_fill_the_memory(log):
+    assert "got one longer than 1,048,576 characters" in error(log("1" * 3_000_000, "log.txt"))
+    assert "longer" in error(log("step,loss\n1," + "2" * 3_000_000))
+
+
+def test_a_folder_of_other_things_says_what_is_in_it(tmp_path):
+    (tmp_path / "notes.md").write_text("hello")
+    message = error(tmp_path)
+    assert "metrics.csv" in message
+    assert "found notes.md" in message
+
+
+@pytest.mark.slow
+def test_a_large_log_is_read_in_constant_memory(log):
+    path = log("step,loss\n" + "".join(f"{i},2.{i % 1000:03d}\n" for i in range(400_000)))
+    tracemalloc.start()
+    assert sum(1 for _ in read_losses(path).rows) == 400_000
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
 
 
 def test_problems_do_not_grow_with_the_file(log):
