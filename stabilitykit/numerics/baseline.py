@@ -128,9 +128,10 @@ class Baseline:
             self._noise.push(loss - self.level)
             change = abs(loss - rows[-1])
             if len(rows) == LEVEL_ROWS:
-                self._changes = min(self._changes + 1, self.slower.memory)
+                self._changes = min(self._changes + 1, self._noise.size)
                 self._near += (change**2 - self._near) / self._changes
-                self._far += ((loss - rows[0]) ** 2 - self._far) / self._changes
+                # The cap keeps the opening descent, which is no noise, from being remembered for long.
+                self._far += (min((loss - rows[0]) ** 2, 16 * self._near) - self._far) / self._changes
             if 0 < change < (self._grain or math.inf):
                 self._grain = change
         self._level.push(loss)
