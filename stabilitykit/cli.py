@@ -295,18 +295,25 @@ def bench(argv: list[str]) -> int:
         "overhead": ("overhead:overhead",),
         "attention": ("attention:attention", "watching:watching_cost"),
         "wasserstein": ("wasserstein:wasserstein_bench",),
+        "detector": ("detector:detector",),
     }
     parser = _parser("bench", "What it costs: one row per figure, ratio = value / limit.")
     parser.add_argument("what", type=str, choices=list(benches))
     parser.add_argument("--rounds", type=int, default=5, help="interleaved repetitions")
+    parser.add_argument("--data", type=str, help="detector: a folder of labelled curves, as tests/data")
     parser.add_argument("--format", type=str, choices=["table", "json"], default="table")
     args = parser.parse_args(argv)
     if args.rounds < 1:
         raise ValueError(f"expected --rounds >= 1, got {args.rounds}")
+    if args.data and args.what != "detector":
+        raise ValueError(f"expected --data with bench detector, got it with bench {args.what}")
+    options = {"data": Path(args.data)} if args.data else {}
     results: list[dict[str, Any]] = []
     for place in benches[args.what]:
         module, _, function = place.partition(":")
-        results += getattr(import_module(f"stabilitykit.bench.{module}"), function)(rounds=args.rounds)
+        results += getattr(import_module(f"stabilitykit.bench.{module}"), function)(
+            rounds=args.rounds, **options
+        )
     print(json.dumps({"results": results}) if args.format == "json" else _table(results))
     return 0
 
