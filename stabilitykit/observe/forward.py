@@ -54,8 +54,11 @@ class Forward:
             return  # no row sees two keys
         options = exact_options(call.kwargs) | {"dropout_p": 0.0, "dropout_mask": None}
         some = _every(call.q.shape[0], SEQUENCES)
+        tensors = (call.q[some], call.k[some], call.v[some, ..., :1])  # of the output nothing is used
+        if not any(isinstance(option, Tensor) for option in options.values()):
+            tensors = (tensor.flatten(0, 1)[None] for tensor in tensors)  # all heads at once: faster
         found = attention_rows(
-            *(tensor[some] for tensor in (call.q, call.k, call.v)),
+            *tensors,
             rows=torch.tensor(evenly(call.q.shape[2], ROWS)),  # on the CPU, where blocks are planned
             dtype=torch.float32,
             **part_of(options, sequences=some),

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from stabilitykit.numerics.precursors import corrected, largest, norms, rms, small_shares, spread
+from stabilitykit.numerics.precursors import corrected, largest, norms, rms, sampled, small_shares, spread
 
 _SQUARED = ("grad", "update", "weight", "rms")  # norms and roots of means: their squares add up
 
@@ -40,7 +40,7 @@ class Updates:
         if not params:
             return
         grads = [_local(p.grad) for p in params.values() if p.grad is not None]
-        before = [spread(_local(p)).clone() for p in params.values()]
+        before = [spread(_local(p)) for p in params.values()]
         for name, norm in zip(params, norms(grads), strict=True):
             self._found[name] = {"grad": norm if scale is None else norm / scale}
 
@@ -136,8 +136,8 @@ def _factors(p: Tensor, world: int) -> list[float]:
         sizes = zip(p.device_mesh.shape, p.placements, strict=True)
         parts = math.prod(size for size, placement in sizes if placement.is_shard())
     own, copies = _local(p).numel(), world / parts
-    sampled = max(spread(_local(p)).numel(), 1)
-    return [1 / copies, own / sampled / copies, own / sampled / copies, own / copies, own / copies]
+    each = own / max(sampled(_local(p)), 1)
+    return [1 / copies, each / copies, each / copies, own / copies, own / copies]
 
 
 def _moment(group: dict[str, Any], state: dict[str, Any]) -> Tensor:

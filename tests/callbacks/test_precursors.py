@@ -146,12 +146,16 @@ def test_a_resume_is_bit_for_bit(tmp_path):
         rows = read_records(tmp_path / folder / "stability").of("precursors")
         return [(row.step, row.values, row.detail) for row in rows]
 
-    watch(tmp_path / "whole", steps=40, every_n_steps=1)
+    def run(folder, *others, **options):
+        torch.manual_seed(3)
+        watch(tmp_path / folder, *others, module=PLAIN(dropout=0.0), every_n_steps=1, count=40, **options)
+
+    run("whole", steps=40)
     save = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=23, filename="at")
-    watch(tmp_path / "cut", save, steps=30, count=40, every_n_steps=1, enable_checkpointing=True)
-    watch(tmp_path / "x", steps=40, every_n_steps=1, resume=tmp_path / "ckpt" / "at.ckpt")
-    # dropout draws go on where they were only within a process: without it, all is equal
-    assert [row[0] for row in told("cut")] == [row[0] for row in told("whole")]
+    run("cut", save, steps=30, enable_checkpointing=True)
+    run("other", steps=40, resume=tmp_path / "ckpt" / "at.ckpt")
+    assert len(told("whole")) == 40
+    assert told("cut") == told("whole")
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -205,6 +209,7 @@ def scaled(scale):
 
 
 def test_gradients_are_unscaled(tmp_path):
+    torch.manual_seed(3)
     plain = watch(tmp_path / "plain", module=PLAIN(dropout=0.0), every_n_steps=1, steps=1)[0]
     torch.manual_seed(3)
     amp = watch(
@@ -212,7 +217,7 @@ def test_gradients_are_unscaled(tmp_path):
     )[0]
     assert amp.values["precursors/loss_scale"] == 1024.0
     assert "overflow" not in amp.detail
-    assert amp.values["precursors/grad_norm"] < 100 * plain.values["precursors/grad_norm"]
+    assert amp.values["precursors/grad_norm"] == pytest.approx(plain.values["precursors/grad_norm"], rel=0.02)
 
 
 def test_an_overflow_is_labelled_and_has_no_update(tmp_path):

@@ -13,6 +13,7 @@ from stabilitykit.numerics.precursors import (
     norms,
     outlier,
     rms,
+    sampled,
     small_shares,
     spread,
 )
@@ -77,6 +78,7 @@ def test_an_empty_part_of_a_sharded_tensor_counts_nothing():
 def test_a_sample_is_small_and_sees_every_column(rows, width):
     sample = spread(torch.arange(width).repeat(rows, 1), most=512)
     assert 0 < len(sample) <= 512
+    assert sampled(torch.arange(width).repeat(rows, 1), most=512) == len(sample)
     if len(sample) >= width:
         assert len(sample.unique()) == width
 
