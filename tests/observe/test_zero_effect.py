@@ -99,7 +99,11 @@ def test_the_comparison_can_fail():
 def test_a_tap_changes_no_bit_on_two_ranks(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     run = subprocess.run(
-        [*command, str(Path(__file__)), str(tmp_path)], capture_output=True, text=True, timeout=300
+        [*command, str(Path(__file__)), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])},
     )
     assert run.returncode == 0, run.stderr[-3000:]
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("told-*.json"))]
