@@ -36,7 +36,7 @@ class SpikeDetector:
         threshold: robust sigmas above the local level from which one row is raised; twice that in
             start-up and on an attempt's second row.
         slack: robust sigmas above the lowest slow mean that are taken for wander.
-        drift: robust sigmas to which what exceeds the slack must add up.
+        drift: robust sigmas to which what exceeds the slack must add up; inf: slow trouble is not watched.
         window: rows from which the noise is measured.
         recover: rows in a row, back in the band, that close an event.
         startup: rows of a run from step 0 in which an event that passes is a `transient`.
@@ -151,7 +151,7 @@ class SpikeDetector:
         course.learn(loss)
         if early:
             self._watch_hump(step, loss)
-        if self._creep is None and self._trouble is None:
+        if self._creep is None and self._trouble is None and math.isfinite(self.drift):
             self._watch_slow(step, loss, sigma, early=early)
 
     def _watch_hump(self, step: float, loss: float) -> None:
