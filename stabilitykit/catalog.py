@@ -35,6 +35,14 @@ _ROUNDOFF_SOURCE = "healthy controls over input scales; idea of TTrace, arXiv 25
 _BIAS = {"any": 8.0}
 _FLASH_TESTS = "flash-attention tests: out within 2x, gradients within 3x of plain attention's error"
 
+_COSTS = {
+    "attention": "AttentionMonitor",
+    "loss": "LossMonitor",
+    "precursors": "PrecursorMonitor",
+    "weights": "WeightMonitor",
+    "total": "all monitors",
+}
+
 METRICS: tuple[Metric, ...] = (
     Metric(
         "loss/value",
@@ -274,21 +282,10 @@ METRICS: tuple[Metric, ...] = (
         "",
         "signals of layers that are outside the robust band of their own past",
     ),
-    Metric(
-        "overhead/attention_percent",
-        "%",
-        "high",
-        "time AttentionMonitor took, of the run without monitors",
+    *(
+        Metric(f"overhead/{kind}_percent", "%", "high", f"time {who} took, of the run without monitors")
+        for kind, who in _COSTS.items()
     ),
-    Metric("overhead/loss_percent", "%", "high", "time LossMonitor took, of the run without monitors"),
-    Metric(
-        "overhead/precursors_percent",
-        "%",
-        "high",
-        "time PrecursorMonitor took, of the run without monitors",
-    ),
-    Metric("overhead/weights_percent", "%", "high", "time WeightMonitor took, of the run without monitors"),
-    Metric("overhead/total_percent", "%", "high", "time all monitors took, of the run without monitors"),
 )
 
 CATALOG: dict[str, Metric] = {metric.key: metric for metric in METRICS}

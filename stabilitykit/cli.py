@@ -6,8 +6,7 @@ import re
 import sys
 import traceback
 import webbrowser
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from stabilitykit.records import one_line
+from stabilitykit.report.text import table
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -141,7 +141,7 @@ def spikes(argv: list[str]) -> int:
 
         print(json.dumps(spell(events)))
     else:
-        print(_table(events))
+        print(table(events))
     if args.plot:
         from stabilitykit.report.losses import write_losses
 
@@ -157,22 +157,6 @@ def spikes(argv: list[str]) -> int:
     return 1 if events and args.fail_on_spike else 0
 
 
-def _table(events: list[dict[str, Any]]) -> str:
-    if not events:
-        return "no events"
-    columns = list(events[0])
-    cells = [columns] + [[_cell(event[column]) for column in columns] for event in events]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    lines = ("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
-    return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, list):
-        return "..".join(map(_cell, value))
-    return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
 def compare(argv: list[str]) -> int:
     """Says how far apart the weights of two checkpoints are."""
     parser = _parser(
@@ -186,14 +170,14 @@ def compare(argv: list[str]) -> int:
     parser.add_argument("--allow-missing", action="store_true", help="compare what both have")
     parser.add_argument("--plot", type=str, help="an HTML file to write, with a heat map by layer")
     args = parser.parse_args(argv)
-    from stabilitykit.numerics.distance import compared
+    from stabilitykit.numerics.distance import asides, compared
     from stabilitykit.readers.checkpoints import read_checkpoint
-    from stabilitykit.readers.pairing import paired
+    from stabilitykit.readers.pairing import loaders, paired
     from stabilitykit.records import spell
 
     pairs, notes = paired(read_checkpoint(args.a), read_checkpoint(args.b), allow_missing=args.allow_missing)
-    results = compared({name: partial(_load_both, *pair) for name, pair in pairs.items()})
-    notes += _asides(results)
+    results = compared(loaders(pairs))
+    notes += asides(results)
     for note in notes:
         print(f"stabilitykit: {note}", file=sys.stderr)
     if args.plot:
@@ -204,20 +188,8 @@ def compare(argv: list[str]) -> int:
         print(json.dumps(spell({"results": results})))
     else:
         columns = ("tensor", "numel", "w1", "max_abs", "rel_l2", "cosine")
-        print(_table([{column: row[column] for column in columns} for row in results]))
+        print(table([{column: row[column] for column in columns} for row in results]))
     return 1 if any(row["max_abs"] != 0 for row in results) else 0
-
-
-def _load_both(a: Any, b: Any) -> tuple[Any, Any]:
-    return a.load(), b.load()
-
-
-def _asides(results: list[dict[str, Any]]) -> Iterator[str]:
-    for row in results:
-        if "nonfinite" in row:
-            yield f"{row['tensor']}: not finite: {row['nonfinite'][0]} in A, {row['nonfinite'][1]} in B"
-        if "cast_floor" in row:
-            yield f"{row['tensor']}: rounding to the coarser dtype alone makes w1 {row['cast_floor']:.3g}"
 
 
 def dashboard(argv: list[str]) -> int:
@@ -262,7 +234,7 @@ def study(argv: list[str]) -> int:
         print(json.dumps(spell(document)))
     else:
         lines = claim_lines(document["claims"])
-        print(_table([dict(zip(CLAIM_COLUMNS, line, strict=True)) for line in lines]) + f"\n\n{found.words}")
+        print(table([dict(zip(CLAIM_COLUMNS, line, strict=True)) for line in lines]) + f"\n\n{found.words}")
     return 1 if any(claim["holds"] is False for claim in document["claims"]) else 0
 
 
@@ -314,7 +286,7 @@ def bench(argv: list[str]) -> int:
         results += getattr(import_module(f"stabilitykit.bench.{module}"), function)(
             rounds=args.rounds, **options
         )
-    print(json.dumps({"results": results}) if args.format == "json" else _table(results))
+    print(json.dumps({"results": results}) if args.format == "json" else table(results))
     return 0
 
 

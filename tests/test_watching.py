@@ -1,7 +1,6 @@
 """Law 1: watching changes nothing. Losses, final weights and the random stream are equal, bit for bit."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 import stabilitykit
 import tiny
 from stabilitykit.runlog import read_records
+from torchrun import on_two_ranks
 
 
 def watches():
@@ -63,17 +63,7 @@ def test_the_comparison_can_fail(tmp_path):
 
 @pytest.mark.slow
 def test_watching_changes_nothing_on_two_ranks(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        "--standalone",
-    ]
-    run = subprocess.run(
-        [*command, str(Path(__file__)), str(tmp_path)], capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    on_two_ranks(__file__, tmp_path)
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("told-*.json"))]
     assert len(told) == 2
     cases = [f"{name} {accumulate}" for accumulate in (1, 4) for name in ("lockstep", "windowed")]

@@ -1,7 +1,6 @@
 """What exact attention costs: its time beside that of its matrix products, its memory beside its length."""
 
 import math
-import statistics
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from stabilitykit.bench.steps import row
 from stabilitykit.numerics.exact import exact_attention, exact_attention_grad
 
 Shape = tuple[int, int, int, int]
@@ -46,7 +46,7 @@ def exact_cost(*, rounds: int = 5, shapes: dict[str, tuple[Shape, float]] = SHAP
                 found.setdefault(f"exact/{name}{kind}", []).append(ratio)
     limits = [limit for _, limit in shapes.values() for _ in range(len(found) // len(shapes))]
     return [
-        row(name, values, limit, "x its matrix products")
+        row(name, values, "x its matrix products", limit)
         for (name, values), limit in zip(found.items(), limits, strict=True)
     ]
 
@@ -64,11 +64,11 @@ def exact_memory(*, lengths: Sequence[int] = LENGTHS, d: int = 64) -> list[dict[
             _exact(q, q, q, q, causal=False)
         peaks.append(held.most)
     rows = [
-        row(f"exact_memory/{length}", [peak / 2**20], length**2 * 8 / 2**20, "MiB")
+        row(f"exact_memory/{length}", [peak / 2**20], "MiB", length**2 * 8 / 2**20)
         for length, peak in zip(lengths, peaks, strict=True)
     ]
     growth, longer = peaks[-1] / peaks[0], lengths[-1] / lengths[0]
-    return [*rows, row("exact_memory/growth", [growth], longer, f"x at {longer:g} x the length")]
+    return [*rows, row("exact_memory/growth", [growth], f"x at {longer:g} x the length", longer)]
 
 
 class Held(TorchDispatchMode):
@@ -104,22 +104,6 @@ class Held(TorchDispatchMode):
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def row(name: str, values: Sequence[float], limit: float, unit: str) -> dict[str, Any]:
-    """One result: the median of `values`, their middle half (all of them, if few), and median / limit."""
-    low, high = min(values), max(values)
-    if len(values) > 3:
-        low, _, high = statistics.quantiles(values, n=4)
-    value = statistics.median(values)
-    return {
-        "name": name,
-        "value": value,
-        "unit": unit,
-        "limit": limit,
-        "ratio": value / limit,
-        "interval": [low, high],
-    }
 
 
 def _ratios(shape: Shape) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from typing import Any
 
 from stabilitykit.bench.curves import Curve, Span, labelled, planted
 from stabilitykit.bench.peers import PEERS
+from stabilitykit.bench.steps import row
 from stabilitykit.numerics.history import find_events
 from stabilitykit.numerics.spikes import SpikeDetector
 
@@ -73,12 +73,12 @@ def detector(rounds: int = 5, data: Path | None = None) -> list[dict[str, Any]]:
     ours = sum((score_ours(curve) for curve in curves), Score())
     named = ours.named / ours.to_name if ours.to_name else 1.0
     limits = {"recall": RECALL, "false_per_10k": FALSE_PER_10K}
-    results += [_row(f"{OURS}/{name}", [v], name, limits.get(name, v)) for name, v in ours.figures.items()]
-    results.append(_row(f"{OURS}/kinds_right", [named], "share, at least", KINDS))
+    results += [row(f"{OURS}/{name}", [v], name, limits.get(name, v)) for name, v in ours.figures.items()]
+    results.append(row(f"{OURS}/kinds_right", [named], "share, at least", KINDS))
     for name, rule in PEERS.items():
         theirs = sum((judge(curve, list(rule(curve.losses))) for curve in curves), Score())
         for figure, value in theirs.figures.items():
-            results.append(_row(f"{name}/{figure}", [value], f"{figure}; limit: ours", ours.figures[figure]))
+            results.append(row(f"{name}/{figure}", [value], f"{figure}; limit: ours", ours.figures[figure]))
     return results + left_out(curves)
 
 
@@ -107,11 +107,11 @@ def judge(curve: Curve, starts: Sequence[int], spans: Sequence[Span] = ()) -> Sc
     starts = sorted(row for row in starts if row >= curve.judged_from)
     found = sum(_found(curve, number, starts, spans) for number in range(len(curve.spikes)))
     false, last = 0, -1000
-    for row in starts:
-        near = any(first - 3 <= row <= end + 50 for first, end in curve.spikes)
-        if not near and not any(first - 5 <= row <= end + 5 for first, end in curve.ambiguous):
-            false += row - last > 50
-            last = row
+    for start in starts:
+        near = any(first - 3 <= start <= end + 50 for first, end in curve.spikes)
+        if not near and not any(first - 5 <= start <= end + 5 for first, end in curve.ambiguous):
+            false += start - last > 50
+            last = start
     return Score(found, len(curve.spikes), false, len(curve.losses) - curve.judged_from)
 
 
@@ -145,7 +145,7 @@ def left_out(curves: Sequence[Curve]) -> list[dict[str, Any]]:
     unit = "worst source, options tuned on the others"
     limits = {"recall": RECALL, "precision": RECALL, "f1": RECALL, "false_per_10k": FALSE_PER_10K}
     return [
-        _row(f"left_out/{name}", [max(values) if "false" in name else min(values)], unit, limits[name])
+        row(f"left_out/{name}", [max(values) if "false" in name else min(values)], unit, limits[name])
         for name, values in worst.items()
     ]
 
@@ -160,7 +160,7 @@ def _speed(rounds: int) -> dict[str, Any]:
         for step, loss in enumerate(losses):
             update(step, loss)
         found.append((time.perf_counter() - started) / TIMED_ROWS * 1e6)
-    return _row("update", found, "microseconds, at most", MICROSECONDS)
+    return row("update", found, "microseconds, at most", MICROSECONDS)
 
 
 def _command() -> list[dict[str, Any]]:
@@ -170,8 +170,8 @@ def _command() -> list[dict[str, Any]]:
         _, small = _spikes(_written(log, MANY_ROWS // 10))
         seconds, large = _spikes(_written(log, MANY_ROWS))
     return [
-        _row("million_rows", [seconds], "s, at most", SECONDS),
-        _row("million_rows_memory", [large / small], "x the peak of 100,000 rows, at most", MEMORY),
+        row("million_rows", [seconds], "s, at most", SECONDS),
+        row("million_rows_memory", [large / small], "x the peak of 100,000 rows, at most", MEMORY),
     ]
 
 
@@ -194,15 +194,3 @@ def _spikes(log: Path) -> tuple[float, int]:
     if process.returncode != 0:
         raise ValueError(f"expected exit code 0 of {' '.join(command)}, got {process.returncode}")
     return time.perf_counter() - started, used.ru_maxrss
-
-
-def _row(name: str, values: Sequence[float], unit: str, limit: float) -> dict[str, Any]:
-    value = statistics.median(values)
-    return {
-        "name": name,
-        "value": value,
-        "unit": unit,
-        "limit": limit,
-        "ratio": value / limit if limit else float(value == limit),
-        "interval": [min(values), max(values)],
-    }

@@ -1,20 +1,12 @@
 """What each monitor adds to a training step: interleaved real Trainer runs with and without it."""
 
-import logging
 import statistics
-import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytorch_lightning as pl
-import torch
-
+from stabilitykit.bench.steps import row, seconds_of_steps
 from stabilitykit.callbacks import AttentionMonitor, LossMonitor, PrecursorMonitor, WeightMonitor
-from stabilitykit.gpt.module import GPTModule, TextData
 
 MODELS: dict[str, dict[str, int]] = {
     "gpt_nano": {"layers": 4, "width": 128, "heads": 4, "context": 256, "batch_size": 8},
@@ -47,26 +39,6 @@ CASES: dict[str, tuple[str, Monitors]] = {
 }
 
 
-class _Clock(pl.Callback):
-    """Seconds of every step; the last callback, it sees what the monitors before it took."""
-
-    def __init__(self) -> None:
-        self.steps: list[float] = []
-        self._started = 0.0
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._started = time.perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        self.steps.append(now - self._started)
-        self._started = now
-
-
 @dataclass(frozen=True, slots=True)
 class Figure:
     """A ratio of step times and the limit it is held against."""
@@ -87,7 +59,10 @@ def overhead(*, rounds: int = 3) -> list[dict[str, Any]]:
     for model, shape in MODELS.items():
         found: dict[str, list[Figure]] = {}
         for _ in range(rounds):
-            times = {name: _steps(shape, *case) for name, case in CASES.items()}
+            times = {
+                name: seconds_of_steps(shape, precision, monitors(), steps=STEPS)
+                for name, (precision, monitors) in CASES.items()
+            }
             for name, figure in figures(times).items():
                 found.setdefault(name, []).append(figure)
         results += [_row(f"{model}/{name}", values) for name, values in found.items()]
@@ -126,51 +101,7 @@ def _rest_and_due(steps: list[float]) -> tuple[float, float]:
     return min(rest), min(steps[EVERY - 1 :: EVERY])
 
 
-def _steps(shape: dict[str, int], precision: str, monitors: Monitors) -> list[float]:
-    clock = _Clock()
-    with TemporaryDirectory() as folder, _quiet():
-        trainer = pl.Trainer(
-            accelerator="auto",
-            devices=1,
-            precision=precision,  # pyright: ignore[reportArgumentType]  a literal of Lightning's
-            max_steps=STEPS,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            limit_val_batches=0,
-            default_root_dir=folder,
-            callbacks=[*monitors(), clock],
-        )
-        torch.manual_seed(0)
-        model: dict[str, Any] = {key: value for key, value in shape.items() if key != "batch_size"}
-        data = TextData(batch_size=shape["batch_size"], context=shape["context"])
-        trainer.fit(GPTModule(vocab_size=256, **model), datamodule=data)
-    return clock.steps
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    # Twins that are never measured here say so; the bench knows.
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def _row(name: str, found: list[Figure]) -> dict[str, Any]:
-    values = [figure.value for figure in found]
-    low, high = min(values), max(values)
-    if len(values) > 3:
-        low, _, high = statistics.quantiles(values, n=4)
-    return {
-        "name": name,
-        "value": statistics.median(values),
-        "unit": "x a plain step",
-        "limit": statistics.median(figure.limit for figure in found),
-        "ratio": statistics.median(figure.value / figure.limit for figure in found),
-        "interval": [low, high],
-    }
+    limit = statistics.median(figure.limit for figure in found)
+    ratio = statistics.median(figure.value / figure.limit for figure in found)
+    return row(name, [figure.value for figure in found], "x a plain step", limit) | {"ratio": ratio}

@@ -14,6 +14,7 @@ from scipy.stats import wasserstein_distance
 from torch import Tensor, multiprocessing
 from torch import distributed as dist
 
+from stabilitykit.bench.steps import row
 from stabilitykit.numerics.parts import wasserstein_sharded
 from stabilitykit.numerics.wasserstein import wasserstein
 
@@ -94,26 +95,14 @@ def _scipy(a: Tensor, b: Tensor) -> float:
 
 def _speed_up(name: str, times: dict[str, list[float]], limit: float) -> dict[str, Any]:
     ratios = [theirs / ours for theirs, ours in zip(times[f"scipy {name}"], times[name], strict=True)]
-    return _row(f"{name}_speed_up", ratios, "x scipy, at least", limit)
+    return row(f"{name}_speed_up", ratios, "x scipy, at least", limit)
 
 
 def _beside_sort(times: dict[str, list[float]]) -> dict[str, Any]:
     fastest = min(("numpy.sort", "torch.sort"), key=lambda name: statistics.median(times[name]))
     limit = statistics.median(times[fastest])
-    return _row("float32", times["float32"], f"s; limit: both sorted by {fastest}", limit)
+    return row("float32", times["float32"], f"s; limit: both sorted by {fastest}", limit)
 
 
 def _agreement(name: str, ours: float, theirs: float) -> dict[str, Any]:
-    return _row(name, [abs(ours - theirs) / theirs], "relative difference, at most", AGREEMENT)
-
-
-def _row(name: str, values: list[float], unit: str, limit: float) -> dict[str, Any]:
-    value = statistics.median(values)
-    return {
-        "name": name,
-        "value": value,
-        "unit": unit,
-        "limit": limit,
-        "ratio": value / limit,
-        "interval": [min(values), max(values)],
-    }
+    return row(name, [abs(ours - theirs) / theirs], "relative difference, at most", AGREEMENT)

@@ -1,16 +1,13 @@
 """What watching attention costs on a 10M-parameter GPT: the open tap, and steps due with a chosen budget."""
 
-import statistics
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 
-from stabilitykit.bench.overhead import FULL, MODELS, _Clock, _quiet
+from stabilitykit.bench.overhead import FULL, MODELS
+from stabilitykit.bench.steps import row, seconds_of_steps
 from stabilitykit.callbacks import AttentionMonitor
 from stabilitykit.callbacks.budget import CHOICES, FOLLOW_UPS, PROBES
-from stabilitykit.gpt.module import GPTModule, TextData
 from stabilitykit.observe.tap import Tap
 
 SHAPE = {**MODELS["gpt_10m"], "batch_size": 8}
@@ -84,35 +81,9 @@ def ratios(steps: list[float], rounds: int) -> list[float]:
 
 def _ratios(watcher: Any, rounds: int) -> list[float]:
     choosing = PROBES + 1 + (CHOICES - 1) * (FOLLOW_UPS + 1) if isinstance(watcher, _Paced) else WARMUP
-    steps, clock = 2 * (choosing + LIKE * rounds), _Clock()
-    with TemporaryDirectory() as folder, _quiet():
-        trainer = pl.Trainer(
-            accelerator="auto",
-            devices=1,
-            precision=FULL,  # pyright: ignore[reportArgumentType]  a literal of Lightning's
-            max_steps=steps,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            limit_val_batches=0,
-            default_root_dir=folder,
-            callbacks=[watcher, clock],
-        )
-        torch.manual_seed(0)
-        model: dict[str, Any] = {key: value for key, value in SHAPE.items() if key != "batch_size"}
-        data = TextData(batch_size=SHAPE["batch_size"], context=SHAPE["context"])
-        trainer.fit(GPTModule(vocab_size=256, **model), datamodule=data)
-    return ratios(clock.steps, rounds)
+    steps = 2 * (choosing + LIKE * rounds)
+    return ratios(seconds_of_steps(SHAPE, FULL, [watcher], steps=steps), rounds)
 
 
 def _row(name: str, values: list[float], limit: float) -> dict[str, Any]:
-    value = statistics.median(values)
-    return {
-        "name": f"gpt_10m/{name}",
-        "value": value,
-        "unit": "x a plain step",
-        "limit": limit,
-        "ratio": value / limit,
-        "interval": [min(values), max(values)],
-    }
+    return row(f"gpt_10m/{name}", values, "x a plain step", limit)

@@ -1,7 +1,7 @@
 """How far one set of named tensors is from another: W1, largest difference, relative L2, cosine."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -131,3 +131,12 @@ def _numbers(sums: list[float]) -> dict[str, float]:
     largest, dd, mm, oo, mo = sums[:5]
     cosine = 1.0 if dd == 0 else ratio(mo, math.sqrt(mm) * math.sqrt(oo))
     return {"max_abs": largest, "rel_l2": ratio(math.sqrt(dd), math.sqrt(mm)), "cosine": cosine}
+
+
+def asides(results: list[dict[str, Any]]) -> Iterator[str]:
+    """What the numbers of `compared` do not say, in words: values not finite, a floor by the dtype."""
+    for row in results:
+        if "nonfinite" in row:
+            yield f"{row['tensor']}: not finite: {row['nonfinite'][0]} in A, {row['nonfinite'][1]} in B"
+        if "cast_floor" in row:
+            yield f"{row['tensor']}: rounding to the coarser dtype alone makes w1 {row['cast_floor']:.3g}"

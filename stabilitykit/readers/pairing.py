@@ -1,8 +1,10 @@
 """Which tensor of one checkpoint is which of another: wrappers' prefixes, tied weights, missing names."""
 
 import re
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from functools import partial
 from itertools import product
+from typing import Any
 
 from stabilitykit.readers.checkpoints import Checkpoint, Entry
 
@@ -102,3 +104,12 @@ def _same(one: Entry, other: Entry) -> bool:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
+
+
+def loaders(pairs: Pairs) -> dict[str, Callable[[], tuple[Any, Any]]]:
+    """Per name what loads both tensors of a pair, one pair at a time, for `compared`."""
+    return {name: partial(_both, *pair) for name, pair in pairs.items()}
+
+
+def _both(a: Entry, b: Entry) -> tuple[Any, Any]:
+    return a.load(), b.load()

@@ -95,7 +95,7 @@ def kernel_table(seeds: Sequence[int], device: str, kernels: dict[str, Kernel | 
 
 
 def _kernel_row(name: str, kernel: Kernel, dtype: torch.dtype, n: int, seed: int, device: str) -> Row:
-    call = attention_call(kernel, 1.0, n, dtype, seed, device)
+    call, lacking = attention_call(kernel, 1.0, n, dtype, seed, device)
     exact = exact_attention(call.q, call.k, call.v, causal=True)[0]
     generator = torch.Generator(device).manual_seed(seed)
     moved = [perturb(x, dtype, generator) for x in (call.q, call.k, call.v)]
@@ -105,8 +105,8 @@ def _kernel_row(name: str, kernel: Kernel, dtype: torch.dtype, n: int, seed: int
     row = {"experiment": "kernel", "kernel": name, "dtype": _name(dtype), "n": n, "golden": "rounded"}
     row |= {key: numbers[key] for key in _NUMBERS if key in numbers}
     row["rel_l2_by_quartile"] = [part["rel_l2"] for part in by_quartile(call.out, exact)]
-    if call.grad_out is None:
-        return row | {"backward": "none on this device"}
+    if lacking is not None or call.grad_out is None:
+        return row | {"backward": f"none on this device: {lacking}"}
     grads = exact_attention_grad(call.q, call.k, call.v, call.grad_out, causal=True)
     for label, fast, true in zip(("dq", "dk", "dv"), (call.dq, call.dk, call.dv), grads, strict=True):
         assert fast is not None
@@ -116,19 +116,23 @@ def _kernel_row(name: str, kernel: Kernel, dtype: torch.dtype, n: int, seed: int
 
 def attention_call(
     kernel: Kernel, scale: float, n: int, dtype: torch.dtype, seed: int, device: str
-) -> AttentionCall:
-    """A causal call [1, 2, n, 64] as a tap would hand it over: q, k of standard deviation `scale`."""
+) -> tuple[AttentionCall, str | None]:
+    """A causal call [1, 2, n, 64] as a tap would hand it over, q and k of standard deviation `scale`.
+
+    And why it has no gradients, None where it has them.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     draw = torch.randn(4, 1, HEADS, n, 64, generator=generator, device=device)
     q, k, v, grad_out = (draw * draw.new_tensor([scale, scale, 1, 1]).view(4, 1, 1, 1, 1)).to(dtype)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     kwargs = {"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "scale": None, "enable_gqa": False}
+    call = AttentionCall("call", q, k, v, kernel(q, k, v).detach(), kwargs, "control")
     try:
-        out = kernel(*leaves)
-        grads = torch.autograd.grad(out, leaves, grad_out)
-    except (NotImplementedError, RuntimeError):  # flex on a CPU has no backward
-        return AttentionCall("call", q, k, v, kernel(q, k, v), kwargs, "control")
-    return AttentionCall("call", q, k, v, out.detach(), kwargs, "control", None, grad_out, *grads)
+        grads = torch.autograd.grad(kernel(*leaves), leaves, grad_out)
+    except (NotImplementedError, RuntimeError) as problem:  # flex on a CPU has no backward
+        return call, (str(problem).splitlines() or [type(problem).__name__])[0]
+    call.grad_out, (call.dq, call.dk, call.dv) = grad_out, grads
+    return call, None
 
 
 def _lengths(name: str) -> tuple[int, ...]:
@@ -151,7 +155,7 @@ def _control(
 ) -> Row:
     worst: dict[str, float] = {}
     for seed in seeds if n == SHORT else seeds[:1]:
-        call = attention_call(kernel, scale, n, dtype, seed, device)
+        call, _ = attention_call(kernel, scale, n, dtype, seed, device)
         numbers = measured(call, Sample.whole(call, seed))
         for key in ("roundoff_ratio", "dq_roundoff_ratio", "dk_roundoff_ratio", "dv_roundoff_ratio"):
             worst[key] = max(worst.get(key, 0.0), numbers[key])

@@ -30,12 +30,6 @@ def test_the_command_gives_both(monkeypatch):
     assert bench.attention(7) == [7, "memory"]
 
 
-def test_a_row_by_hand():
-    row = bench.row("name", [4.0, 1.0, 2.0], 4.0, "s")
-    assert (row["value"], row["ratio"], row["interval"]) == (2.0, 0.5, [1.0, 4.0])
-    assert bench.row("name", [1.0, 2.0, 3.0, 4.0, 5.0], 1.0, "s")["interval"] == [1.5, 4.5]
-
-
 def test_the_most_that_was_held_at_once():
     outside = torch.ones(1 << 20)
     with bench.Held() as held:

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 import tiny
 from stabilitykit import LossMonitor, SkippingBatchSampler
 from stabilitykit.runlog import read_records
+from torchrun import on_two_ranks
 
 STEPS, BAD, ROWS = 16, 12, 2
 CASES = {
@@ -32,12 +32,7 @@ CASES = {
 def told(tmp_path_factory):
     """The folder, and what both ranks tell of each case."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-    run = subprocess.run(
-        [*command, __file__, str(folder)], capture_output=True, text=True, timeout=300, env=os.environ | paths
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    on_two_ranks(__file__, folder)
     ranks = [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
     return folder, ranks
 

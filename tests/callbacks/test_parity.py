@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from ranks import ranks
 from stabilitykit import PrecursorMonitor
 from stabilitykit.callbacks.parity import Parity, checksums
 from stabilitykit.runlog import read_records
+from torchrun import on_two_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
@@ -63,16 +63,7 @@ def test_a_flipped_bit_is_named_once_on_all_ranks_alike_and_closed(world, bad):
 
 @pytest.mark.slow
 def test_in_a_trainer_on_two_ranks_it_is_named_within_n_steps_and_numbers_are_of_all_ranks(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-    ranks_run = subprocess.run(
-        [*command, __file__, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | paths,
-    )
-    assert ranks_run.returncode == 0, ranks_run.stderr[-3000:]
+    on_two_ranks(__file__, tmp_path)
     records = read_records(tmp_path / "ddp" / "stability")
     (event,) = records.of("event")
     assert event.step == 8  # planted after step 6, looked at every third step

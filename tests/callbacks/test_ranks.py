@@ -1,6 +1,5 @@
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import tiny
 from stabilitykit import AttentionMonitor
 from stabilitykit.callbacks.ranks import merged
 from stabilitykit.runlog import read_records
+from torchrun import on_two_ranks
 
 
 def row(*heads, bound=1.0):
@@ -51,11 +51,7 @@ def test_heads_are_united_the_worst_stands_and_walks_add_up():
 
 @pytest.mark.slow
 def test_two_ranks_look_at_different_heads_and_agree_on_a_smaller_sample(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-    command += [__file__, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | paths)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run = on_two_ranks(__file__, tmp_path)
     told = [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in range(2)]
     assert told[0] == told[1]
     assert told[0]["budget"]["size"]["rows"] == 4  # rank 1 alone ran out of memory, once

@@ -1,7 +1,6 @@
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from stabilitykit.callbacks.loss import LossMonitor
 from stabilitykit.callbacks.weights import WeightMonitor, compared, verdict
 from stabilitykit.observe.arm import Arm
 from stabilitykit.runlog import read_records
+from torchrun import on_two_ranks
 
 
 class Plain(LightningModule):
@@ -589,15 +589,7 @@ def test_a_compiled_model(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    run = subprocess.run(
-        [*command, str(Path(__file__)), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])},
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    on_two_ranks(__file__, tmp_path)
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("told-*.json"))]
     assert told == [{"Plain": True, "Manual": True, "Partly": True, "Normed": True}] * 2
     for kind in told[0]:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tiny
 from stabilitykit.observe.tap import Tap
+from torchrun import on_two_ranks
 
 
 class Block(tiny.Attention):
@@ -97,15 +97,7 @@ def test_the_comparison_can_fail():
 
 @pytest.mark.slow
 def test_a_tap_changes_no_bit_on_two_ranks(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    run = subprocess.run(
-        [*command, str(Path(__file__)), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])},
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    on_two_ranks(__file__, tmp_path)
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("told-*.json"))]
     assert len(told) == 2
     for row in told:

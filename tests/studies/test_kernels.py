@@ -62,12 +62,13 @@ def test_a_kernel_without_a_backward_says_so() -> None:
         return causal(q, k, v)
 
     row = next(iter(kernel_table([0], "cpu", {"forward only": forward_only})))
-    assert row["backward"] == "none on this device"
+    assert row["backward"] == "none on this device: no backward"
     assert "dq_rel_l2" not in row
 
 
 def test_a_call_is_what_a_tap_would_hand_over() -> None:
-    call = attention_call(causal, 3.0, 64, torch.bfloat16, 0, "cpu")
+    call, lacking = attention_call(causal, 3.0, 64, torch.bfloat16, 0, "cpu")
+    assert lacking is None
     assert call.q.shape == (1, kernels.HEADS, 64, 64)
     assert call.q.float().std().item() == pytest.approx(3.0, rel=0.05)
     assert call.v.float().std().item() == pytest.approx(1.0, rel=0.05)
