@@ -23,6 +23,12 @@ def draw(call, number=0, heads=2, rows=8, sequences=1, **look):
     return Sample.draw(call, f"step {number}", **size, look=Look(number, **look))
 
 
+def test_all_of_a_call_is_every_sequence_head_row_and_key_head():
+    whole = Sample.whole(call_of(heads=4, key_heads=2, length=3, batch=2), seed=5)
+    assert (whole.sequences, whole.heads, whole.rows) == ([0, 1], [0, 1, 2, 3], [0, 1, 2])
+    assert (whole.key_heads, whole.fixed_rows, whole.seed) == ([0, 1], [0, 1, 2], 5)
+
+
 def test_the_sample_depends_on_seed_and_look_alone_and_fits_the_call():
     call = call_of()
     one, other = (draw(call, 7, rows=99, sequences=9) for _ in range(2))
