@@ -310,18 +310,19 @@ BUGS = {
 
 
 def corrupted(rank, world, *, hop):
-    """The invariants where a bit of the keys flips on rank 1 in transit, at one hop of the forward."""
-    found, blocks = [], Ring.blocks
+    """The invariants where a bit of the keys flips as rank 1 sends them, at one hop of the forward."""
+    found, sent, pass_on = [], [], Ring.pass_on
 
-    def wrong(self, own):
-        for at, (owner, held) in enumerate(blocks(self, own)):
-            if rank == 1 and at == hop:
-                held[0].view(torch.int64).flatten()[3] ^= 1
-            yield owner, held
+    def wrong(self, leaving, arriving):
+        # A copy, flipped before it leaves: to write into what is on its way would be a race.
+        sent.append([x.clone() for x in leaving])
+        if rank == 1 and len(sent) == hop:
+            sent[-1][0].view(torch.int64).flatten()[3] ^= 1
+        return pass_on(self, sent[-1], arriving)
 
     qkv, grad = shards(rank, world, "striped", {"n": 24})
     with watched(lambda call: found.append(invariants(call))):
-        with mock.patch.object(Ring, "blocks", wrong):
+        with mock.patch.object(Ring, "pass_on", wrong):
             out = ring_attention(*qkv)
         torch.autograd.grad(out, qkv, grad)
     return found[0]

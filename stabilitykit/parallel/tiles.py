@@ -26,7 +26,7 @@ class Band(NamedTuple):
     def sees(self, rows: slice, keys: slice) -> str:
         """How much of a tile is visible: "all", "some" or "none"."""
         least, most = keys.start - rows.stop + 1, keys.stop - 1 - rows.start
-        if self.high < least or self.low > most:
+        if max(self.low, least) > min(self.high, most):
             return "none"
         return "all" if self.low <= least and self.high >= most else "some"
 

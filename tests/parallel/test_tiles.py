@@ -55,6 +55,13 @@ def rounds(draw):
     return layout, world, tile, n, rank, owner, draw(st.booleans()), window
 
 
+def test_a_window_of_one_token_sees_nothing_of_another_stripe():
+    counted = Counter()
+    mine, theirs = (runs(4, rank, 2, "striped") for rank in (1, 0))
+    assert list(parts(mine, theirs, causal=False, window=(0, 0), tile=2, counted=counted)) == []
+    assert counted == {"skipped_by_position": 1}
+
+
 @some
 @given(rounds())
 def test_parts_show_each_visible_score_once_and_no_other(drawn):
