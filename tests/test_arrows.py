@@ -46,10 +46,22 @@ TORCHLESS = (
     "catalog.py",
     "skiplist.py",
     "report/",
+    "readers/columns.py",
     "readers/losses.py",
-    "numerics/spikes.py",
+    "readers/offline.py",
+    "readers/presets.py",
+    "readers/protobuf.py",
+    "readers/refusals.py",
+    "readers/tensorboard.py",
+    "numerics/bands.py",
+    "numerics/baseline.py",
+    "numerics/event.py",
     "numerics/gradients.py",
+    "numerics/history.py",
+    "numerics/robust.py",
     "numerics/spike_score.py",
+    "numerics/spikes.py",
+    "numerics/trouble.py",
 )
 
 

@@ -1,5 +1,6 @@
 """Floats counted by their leading 16 bits, in rising order: 65,536 bins that hold a 16-bit format exactly."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,9 +12,17 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def counted(flat: Tensor) -> Tensor:
     """How many values [n] lie in each bin, int64 [65536]; NaN and inf lie in the outermost."""
-    counts = flat.new_zeros(BINS, dtype=torch.int64)
-    for part in _leading(flat).split(CHUNK):
-        counts += torch.bincount(part.to(torch.int32).bitwise_and_(BINS - 1), minlength=BINS)
+    parts = _leading(flat).split(CHUNK)
+    if flat.device.type == "cpu":
+        # numpy's one thread: torch's two, waiting for each other beside other work, took 20 times longer.
+        found = np.zeros(BINS, dtype=np.int64)
+        for part in parts:
+            found += np.bincount(part.numpy().view(np.uint16), minlength=BINS)
+        counts = torch.from_numpy(found)
+    else:
+        counts = flat.new_zeros(BINS, dtype=torch.int64)
+        for part in parts:
+            counts += torch.bincount(part.to(torch.int32).bitwise_and_(BINS - 1), minlength=BINS)
     return counts[_rising(flat.device)]
 
 
