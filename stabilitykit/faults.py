@@ -27,6 +27,8 @@ _PASSED_ON = (
 class PlantedBatch(pl.LightningDataModule):
     """`data` with one training batch spoilt on purpose: the fault is planted, not found.
 
+    What is spoilt are the batch's samples: where a skip list leaves them out, nothing is.
+
     Args:
         data: The data module whose batches are (inputs, targets) of token ids.
         at_batch: The batch to spoil, 0-based over the whole run (without accumulation: the step).
@@ -73,6 +75,12 @@ class PlantedBatch(pl.LightningDataModule):
         assert trainer is not None
         # The trainer counts a batch only after this hook, and its count survives a resume.
         if not trainer.training or trainer.fit_loop.total_batch_idx + 1 != self.at_batch:
+            return batch
+        redrawn = getattr(
+            trainer.train_dataloader, "redrawn", None
+        )  # as our own loader, `gpt.corpus.Batches`
+        if redrawn is not None and redrawn(self.at_batch):
+            _say(f"none: the skip list leaves out batch {self.at_batch}")
             return batch
         _say(f"batch {self.at_batch} is replaced by {self.kind}")
         return spoilt(batch, self.kind, seed=self.seed)

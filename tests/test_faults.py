@@ -96,6 +96,19 @@ def test_a_resumed_run_is_spoilt_in_the_same_place(data, tmp_path, start):
     assert all(equal(a, b) for a, b in zip(whole.batches[start:], rest.batches, strict=True))
 
 
+def test_what_is_skipped_is_not_spoilt(data, caplog):
+    caplog.set_level(logging.INFO)
+    data.setup("fit")
+    loader = data.train_dataloader()
+    for batch, listed, spoils in [(AT, True, False), (AT - 1, True, True), (AT, False, True)]:
+        caplog.clear()
+        data.skipped = frozenset(loader.sample_ids(batch) if listed else ())
+        healthy, planted = run(data), run(PlantedBatch(data, at_batch=AT))
+        same = [equal(a, b) for a, b in zip(healthy.batches, planted.batches, strict=True)]
+        assert same == [not spoils or index != AT for index in range(STEPS)]
+        assert ("the skip list leaves out batch 5" in caplog.text) is not spoils
+
+
 def test_batches_are_counted_not_steps(data):
     planted = run(PlantedBatch(data, at_batch=4), accumulate_grad_batches=2, limit_train_batches=4)
     healthy = run(data, accumulate_grad_batches=2, limit_train_batches=4)

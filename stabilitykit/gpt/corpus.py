@@ -174,6 +174,12 @@ class Batches:
         """Which windows the batch at a 0-based position of this pass has: their first tokens' places."""
         return drawn(self.tokens, **self._which(self._first + position)).tolist()
 
+    def redrawn(self, index: int) -> bool:
+        """Whether batch `index` of the run is another one because of what is skipped."""
+        which = self._which(index)
+        kept = drawn(self.tokens, **which) == drawn(self.tokens, **{**which, "skipped": ()})
+        return not kept.all()
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self.rewind:
             self.index = 0
