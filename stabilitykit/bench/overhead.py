@@ -30,6 +30,7 @@ def _lockstep() -> list[Any]:
 CASES: dict[str, tuple[str, Monitors]] = {
     "plain": (MIXED, list),
     "loss": (MIXED, lambda: [LossMonitor()]),
+    "skip": (MIXED, lambda: [LossMonitor(action="skip")]),
     "attention": (MIXED, lambda: [AttentionMonitor(EVERY)]),
     "precursors": (MIXED, lambda: [PrecursorMonitor(EVERY)]),
     "both": (MIXED, lambda: [LossMonitor(), AttentionMonitor(EVERY)]),
@@ -76,7 +77,7 @@ def figures(times: dict[str, list[float]]) -> dict[str, Figure]:
     now and then is held against the other steps of its own run, where it costs no kernel (a test counts).
     """
     plain = min(times["plain"][WARMUP:])
-    result = {"loss": Figure(min(times["loss"][WARMUP:]) / plain, 1.0)}
+    result = {name: Figure(min(times[name][WARMUP:]) / plain, 1.0) for name in ("loss", "skip")}
     for name in ("attention", "both"):
         rest, due = _rest_and_due(times[name])
         constant = rest / plain if name == "both" else 1.0

@@ -14,6 +14,7 @@ def test_ratios_by_hand():
     times = {
         "plain": steps(1.0),
         "loss": steps(1.02),
+        "skip": steps(1.04),
         "attention": steps(1.0, s6=3.0, s13=3.0),
         "precursors": steps(1.0, s6=1.1, s13=1.03),
         "both": steps(1.02, s6=3.02, s13=3.02),
@@ -23,6 +24,7 @@ def test_ratios_by_hand():
     }
     found = bench.figures(times)
     assert found["loss"].value == pytest.approx(1.02)
+    assert found["skip"].value == pytest.approx(1.04)
     assert found["attention_due_step"].value == pytest.approx(3.0)
     assert found["attention_every_100"].value == pytest.approx(1.02)
     assert found["both_every_100"].value == pytest.approx(1.04)
@@ -40,6 +42,7 @@ def test_the_bench_runs_and_prints_its_rows(capsys, monkeypatch):
     results = json.loads(capsys.readouterr().out)["results"]
     assert [row["name"] for row in results] == [
         "tiny/loss",
+        "tiny/skip",
         "tiny/attention_due_step",
         "tiny/attention_every_100",
         "tiny/both_due_step",
