@@ -126,7 +126,8 @@ def _check(fast: Tensor, *others: Tensor | None) -> None:
 
 def _entries(x: Tensor, wanted: Tensor) -> Tensor:
     """The wanted entries in float64; one NaN where there are none, so that no number hides it."""
-    x = x.detach()[wanted].double()
+    # Nearly always all are: to pick them one by one took a fifth of a due step's time.
+    x = (x.detach().flatten() if wanted.all() else x.detach()[wanted]).double()
     return x if x.numel() else x.new_full((1,), math.nan)
 
 
