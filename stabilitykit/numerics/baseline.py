@@ -82,10 +82,12 @@ class Baseline:
     def hump(self) -> tuple[float, float]:
         """How far the mean of the last HUMP_ROWS is above `bottom`, and one deviation of the changes.
 
-        The noise of a start-up is not known from its few residuals, which its own fall has stretched.
+        The noise of a start-up is not known from its few residuals, which its own fall has stretched;
+        until HUMP_ROWS changes were seen it may be anything.
         """
         last = list(self._level.values)[-HUMP_ROWS:]
-        return sum(last) / len(last) - self.bottom, math.sqrt(self._near / 2)
+        noise = max(math.sqrt(self._near / 2), self.floor) if self._changes >= HUMP_ROWS else math.inf
+        return sum(last) / len(last) - self.bottom, noise
 
     @property
     def persistence(self) -> float:
@@ -113,7 +115,7 @@ class Baseline:
             return loss, UNKNOWN_NOISE * max(abs(loss), 1.0)
         if known < KNOWN_ROWS:
             largest = max((abs(residual) for residual in self._noise.values), default=0.0)
-            return level, max(UNKNOWN_NOISE * max(abs(level), 1.0), 0.45 * largest)
+            return level, max(UNKNOWN_NOISE * max(abs(level), 1.0), 0.45 * largest, self.floor)
         low, lag, high = self._noise.tails(TAIL)
         upper, lower = (high - lag) / SIGMAS_TO_TAIL, (lag - low) / SIGMAS_TO_TAIL
         # A steep descent still in the window makes the lower side long; it is not noise. And few

@@ -157,7 +157,7 @@ class SpikeDetector:
     def _watch_hump(self, step: float, loss: float) -> None:
         bottom = self._course.bottom
         rise, noise = self._course.hump
-        if noise > 0 and rise > max(HUMP * noise, HUMP_FLOOR * abs(bottom)):
+        if rise > max(HUMP * noise, HUMP_FLOOR * abs(bottom)):
             event = self._open("transient", step, self._elevated, loss, bottom, (loss - bottom) / noise)
             self._trouble = self._trouble_of(event, "transient", noise, back=self.slack * noise / 2)
 
