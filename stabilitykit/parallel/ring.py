@@ -74,7 +74,8 @@ def ring_attention(
     except ValueError as error:
         ring.agree(f"refused: {error}", q.device)  # the others must not wait for a rank that has left
         raise
-    plan = Plan(ring, options, labels, engine, Log(), tuple(watchers))
+    told = tuple((watcher.on_call, watcher.name()) for watcher in watchers)
+    plan = Plan(ring, options, labels, engine, Log(), told)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     ring.agree(_said(plan, needs_grad, q, k, v), q.device)
     out, lse = _RingAttention.apply(q, k, v, plan)
@@ -168,11 +169,11 @@ def _rounds(
         theirs = runs(length, owner, ring.world, options.layout)
         began = time.thread_time()
         yield k_.to(dtype), v_.to(dtype), _parts(plan, mine, theirs, labels, this.tiles)
-        this.work_s, left = time.thread_time() - began, time.perf_counter()
+        this.work_s = time.thread_time() - began
         if plan.watchers:
+            this.mark = checksum(k_, v_)
             kept.append(this)
-            if owner == (ring.rank + 1) % ring.world:
-                plan.log.carried.append(checksum(k_, v_))
+        left = time.perf_counter()
 
 
 def _parts(

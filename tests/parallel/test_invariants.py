@@ -64,7 +64,7 @@ def test_a_bit_that_flips_in_transit_is_seen(hop):
     assert {rank["transport"] for rank in found} == {1.0}
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     n=st.integers(1, 9),
     h_kv=st.integers(1, 2),
@@ -79,10 +79,7 @@ def test_they_hold_for_any_input(n, h_kv, causal, sd, seed):
         x.requires_grad_()
     with watched(lambda call: found.append(invariants(call))):
         torch.autograd.grad(ring_attention(q, k, v, causal=causal, tile=2), (q, k, v), grad)
-    one_key = n == 1  # then dq and dk are all rounding, and their ratios mean nothing
-    assert all(
-        x < 1e-12 for name, x in found[0].items() if not one_key or name not in ("key_sum", "query_key")
-    )
+    assert max(found[0].values()) < 1e-14
 
 
 def test_watching_changes_no_bit_and_a_call_without_gradients_is_seen_too():
