@@ -64,7 +64,7 @@ def test_a_bit_that_flips_in_transit_is_seen(hop):
     assert {rank["transport"] for rank in found} == {1.0}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     n=st.integers(1, 9),
     h_kv=st.integers(1, 2),
