@@ -5,12 +5,15 @@ takes exact rows (`parallel.rows`).
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stabilitykit.parallel.call import RingCall
+
+
+IDENTITIES = ("row_mass", "key_sum", "value_sum", "query_key", "out_value", "transport")
 
 
 class Damage(NamedTuple):
@@ -21,6 +24,12 @@ class Damage(NamedTuple):
     sender: int
     receiver: int
     owner: int  # whose keys and values it held
+
+    def among(self, members: tuple[int, ...]) -> dict[str, Any]:
+        """In plain values, with the global ranks of the ring's `members`."""
+        passed = "backward" if self.backward else "forward"
+        ranks = {name: members[getattr(self, name)] for name in ("sender", "receiver", "owner")}
+        return {"pass": passed, "hop": self.hop, **ranks}
 
 
 def invariants(call: RingCall) -> dict[str, float]:
