@@ -1,4 +1,4 @@
-"""A user's own small model whose attention is spread over ranks, its data, and a quiet Trainer of two ranks."""
+"""A user's own small model whose attention is spread over ranks, and its data."""
 
 from importlib import import_module
 from typing import Any
@@ -10,12 +10,13 @@ from torch.utils.checkpoint import checkpoint
 
 import tiny
 from stabilitykit import ring_attention, shard
+from stabilitykit.parallel.layout import Layout
 
 WIDTH, HEADS, LENGTH = 16, 2, 32
 
 
 class Attention(nn.Module):
-    def __init__(self, layout: str):
+    def __init__(self, layout: Layout):
         super().__init__()
         self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.layout = layout
@@ -28,7 +29,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, layout: str = "striped", reentrant: bool | None = None, dropout: float = 0.1):
+    def __init__(self, layout: Layout = "striped", reentrant: bool | None = None, dropout: float = 0.1):
         super().__init__()
         self.embed, self.head = nn.Embedding(tiny.VOCAB, WIDTH), nn.Linear(WIDTH, tiny.VOCAB)
         self.blocks = nn.ModuleList(Attention(layout) for _ in range(2))
@@ -63,7 +64,7 @@ def module(**options: Any) -> Any:
     return Ringed()
 
 
-def batches(count: int, rank: int = 0, world: int = 1, layout: str = "striped"):
+def batches(count: int, rank: int = 0, world: int = 1, layout: Layout = "striped"):
     """This rank's part of `count` batches that are the same whatever the world."""
     draw = torch.Generator().manual_seed(7)
     whole = torch.randint(0, tiny.VOCAB, (count, 2, LENGTH + 1), generator=draw)

@@ -17,7 +17,7 @@ class Damaged:
     def update(
         self, step: int, layers: dict[str, list[dict[str, Any]]], hosts: list[str]
     ) -> list[dict[str, Any]]:
-        """The event that opens or closes at `step`; `layers` has of each the hops at which a block changed."""
+        """The event that opens or closes at `step`; `layers`: the hops at which a block changed."""
         places = [{"layer": name, **hop} for name, hops in layers.items() for hop in hops]
         if bool(places) == (self._open is not None):
             return []

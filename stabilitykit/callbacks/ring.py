@@ -1,4 +1,4 @@
-"""RingMonitor: on due steps, how far attention across ranks is from exact attention, and how it is balanced."""
+"""RingMonitor: on due steps, how far attention across ranks is from exact attention, and its balance."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -143,7 +143,9 @@ class RingMonitor(Monitor):
         hosts = [host for host, _ in told]
         events = [
             *self._deviations.update(step, {name: _with_identities(row) for name, row in layers.items()}),
-            *self._damaged.update(step, {name: row.get("damages", []) for name, row in layers.items()}, hosts),
+            *self._damaged.update(
+                step, {name: row.get("damages", []) for name, row in layers.items()}, hosts
+            ),
         ]
         if not layers and not self._said:
             self._said = True

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from stabilitykit.parallel.call import RingCall
 
-
 IDENTITIES = ("row_mass", "key_sum", "value_sum", "query_key", "out_value", "transport")
 
 
@@ -91,7 +90,8 @@ def _sums(call: RingCall) -> list[Tensor]:
     token_sums = dk.sum(2), dv.sum(2), grad_out.sum((2, 3))
     pairs = (dq, q), (dq, dq), (q, q), (out, grad_out), (out, out), (grad_out, grad_out)
     products = [(a * b).sum((2, 3, 4)) for a, b in pairs]
-    products.append(math.prod(x.square().sum(-1) for x in (q, grad_out, out)).sum((2, 3)))
+    row_sizes = torch.stack([x.norm(dim=-1) for x in (q, grad_out, out)]).prod(0)
+    products.append(row_sizes.square().sum((2, 3)))
     products += [(a * b).sum((2, 3)) for a, b in ((dk, k), (dk, dk), (k, k), (dv, v), (dv, dv), (v, v))]
     return [x.flatten() for x in (*token_sums, *products)]
 
@@ -99,7 +99,9 @@ def _sums(call: RingCall) -> list[Tensor]:
 def _identities(summed: Tensor, call: RingCall) -> dict[str, float]:
     b, heads, d, d_v = *call.k.shape[:2], call.k.shape[3], call.v.shape[3]
     sizes = [b * heads * d, b * heads * d_v, b * heads * d_v] + [b * heads] * 13
-    dk_sum, dv_sum, grad_sum, dq_q, dq2, q2, o_g, o2, g2, t2, dk_k, dk2, k2, dv_v, dv2, v2 = summed.split(sizes)
+    dk_sum, dv_sum, grad_sum, dq_q, dq2, q2, o_g, o2, g2, t2, dk_k, dk2, k2, dv_v, dv2, v2 = summed.split(
+        sizes
+    )
     t2 = t2 * call.options.scale**2
     return {
         "key_sum": _ratio(dk_sum.norm(), dk2.sum().sqrt() + t2.sum().sqrt()),

@@ -32,9 +32,7 @@ def measured(call: RingCall, *, rows: int, seed: str) -> dict[str, Any]:
     return {"dtype": str(call.q.dtype).removeprefix("torch."), **invariants(call), "heads": heads}
 
 
-def _compared(
-    call: RingCall, at: Tensor, noise: torch.Generator
-) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+def _compared(call: RingCall, at: Tensor, noise: torch.Generator) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """Of out and of dq: the call's rows, the exact ones, those of inputs moved by one roundoff.
 
     What is stored is moved too: out, from which the backward takes delta = rowsum(dO O), so that a change

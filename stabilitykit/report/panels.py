@@ -92,7 +92,9 @@ PANELS: tuple[Panel, ...] = (
     ),
     Panel("Bias of delta, per layer", "attention", ("attention/delta_bias",), "layers over time"),
     Panel("Deviation across ranks, per layer", "ring", ("ring/roundoff_ratio",), "layers over time"),
-    Panel("Deviation of dq across ranks, per layer", "ring", ("ring/grad_roundoff_ratio",), "layers over time"),
+    Panel(
+        "Deviation of dq across ranks, per layer", "ring", ("ring/grad_roundoff_ratio",), "layers over time"
+    ),
     Panel(
         "Layers and heads across ranks",
         "ring",

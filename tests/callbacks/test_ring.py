@@ -109,7 +109,10 @@ def test_a_model_without_ring_attention_is_told_once_and_trains_on(tmp_path):
         run.fit(tiny.module_class("pytorch_lightning")(), tiny.batches(4))
     assert len([w for w in said if "RingMonitor" in str(w.message)]) == 1
     found = records(tmp_path).of("ring")
-    assert [(record.step, record.values, record.detail["layers"]) for record in found] == [(1, {}, {}), (3, {}, {})]
+    assert [(record.step, record.values, record.detail["layers"]) for record in found] == [
+        (1, {}, {}),
+        (3, {}, {}),
+    ]
 
 
 def test_beside_attention_monitor_each_sees_its_own_and_it_is_said_once(tmp_path):
@@ -128,7 +131,9 @@ def test_beside_attention_monitor_each_sees_its_own_and_it_is_said_once(tmp_path
 
 
 def test_attention_monitor_alone_says_who_could_watch(tmp_path):
-    with pytest.warns(UserWarning, match="across ranks, of which no rank has all; add stabilitykit.RingMonitor"):
+    with pytest.warns(
+        UserWarning, match="across ranks, of which no rank has all; add stabilitykit.RingMonitor"
+    ):
         train(tmp_path, [AttentionMonitor(1)], steps=1)
 
 
@@ -183,7 +188,9 @@ def test_a_resume_goes_on_bit_for_bit(tmp_path):
             k: v for k, v in other.values.items() if "wait" not in k
         }
         for a, b in zip(one.detail["balance"], other.detail["balance"], strict=True):
-            assert {k: v for k, v in a.items() if k not in timed} == {k: v for k, v in b.items() if k not in timed}
+            assert {k: v for k, v in a.items() if k not in timed} == {
+                k: v for k, v in b.items() if k not in timed
+            }
     assert resumed.memory() == plain.memory()
 
 

@@ -53,8 +53,7 @@ def records(folder):
 
 def test_watching_changes_nothing_with_all_monitors_on(runs):
     told = [json.loads(path.read_text()) for path in sorted(runs.glob("told-*.json"))]
-    assert len(told) == 2
-    assert all(row == {"1": True, "4": True, "resumed": True, "memory": True} for row in told)
+    assert told == 2 * [{"1": True, "4": True, "resumed": True, "memory": True}]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -99,7 +98,10 @@ def test_a_block_damaged_on_its_way_is_named_at_once_with_ranks_and_hop_and_clos
     ranks = {"sender": 1, "receiver": 0, "owner": 1}
     assert place == {"layer": "model.blocks.0", "pass": "forward", "hop": 1, **ranks}
     host = platform.node()
-    assert f"model.blocks.0, forward, hop 1, from rank 1 on {host} to rank 0 on {host}" in opened.detail["message"]
+    assert (
+        f"model.blocks.0, forward, hop 1, from rank 1 on {host} to rank 0 on {host}"
+        in opened.detail["message"]
+    )
     assert (closed.detail["id"], closed.detail["end"]) == (opened.detail["id"], 2)
 
 
@@ -115,12 +117,20 @@ def two_ranks(folder):
             folder / name, callbacks, max_steps=steps, devices=2, strategy="ddp",
             accumulate_grad_batches=accumulate,
         )  # fmt: skip
-        run.fit(module, ring_module.batches(12 * accumulate, rank, 2, options.get("layout", "striped")), **fit or {})
+        run.fit(
+            module,
+            ring_module.batches(12 * accumulate, rank, 2, options.get("layout", "striped")),
+            **fit or {},
+        )
         state = module.losses, [p.detach().clone() for p in module.parameters()], torch.get_rng_state()
         return run, state
 
     for accumulate in (1, 4):
-        chosen = [*stabilitykit.monitors(), RingMonitor(), stabilitykit.WeightMonitor(floor_seeds=1, window=1)]
+        chosen = [
+            *stabilitykit.monitors(),
+            RingMonitor(),
+            stabilitykit.WeightMonitor(floor_seeds=1, window=1),
+        ]
         for monitor in chosen:
             monitor.every_n_steps = 1
         plain, watched = (train(f"law{accumulate}", c, 4, accumulate)[1] for c in ([], chosen))
