@@ -221,7 +221,7 @@ def _balance(rows: list[Record]) -> str:
     if "ring/imbalance" not in last or all(len(ring["ranks"]) == 1 for ring in rows[-1].detail["balance"]):
         return ""
     over, waited = last["ring/imbalance"], last["ring/wait_percent"]
-    return f" The busiest rank computes {show(over)} times the mean; the idlest waited {show(waited)} %."
+    return f" The busiest rank computes {show(over)} times the mean; one waits {show(waited)} % of its time."
 
 
 def _weights(rows: list[Record]) -> Iterator[Finding]:

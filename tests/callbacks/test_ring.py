@@ -12,8 +12,10 @@ import tiny
 from stabilitykit import AttentionMonitor, PrecursorMonitor, RingMonitor
 from stabilitykit.callbacks.loads import Load, Loads, balances
 from stabilitykit.catalog import CATALOG
+from stabilitykit.observe.apart import streams_kept, unseen
 from stabilitykit.parallel import call as calls
 from stabilitykit.parallel import ring
+from stabilitykit.report.page import text_report, write_report
 from stabilitykit.runlog import read_records
 
 LAYERS = ["model.blocks.0", "model.blocks.1"]
@@ -192,6 +194,43 @@ def test_a_resume_goes_on_bit_for_bit(tmp_path):
                 k: v for k, v in b.items() if k not in timed
             }
     assert resumed.memory() == plain.memory()
+
+
+def test_what_runs_beside_the_run_is_not_taken_for_it(tmp_path):
+    from pytorch_lightning import Callback
+
+    class Beside(Callback):
+        def on_before_backward(self, trainer, pl_module, loss):
+            with unseen(), streams_kept([]), torch.no_grad():
+                pl_module.model(ring_module.batches(1).batches[0][0])
+
+    train(tmp_path / "a", [RingMonitor(1)])
+    train(tmp_path / "b", [RingMonitor(1), Beside()])
+    plain, beside = (records(tmp_path / name).of("ring") for name in "ab")
+    assert [row.detail["layers"] for row in plain] == [row.detail["layers"] for row in beside]
+
+
+def test_calls_without_a_backward_are_measured_at_the_end_of_theirs(tmp_path):
+    from pytorch_lightning import Callback
+
+    class Frozen(Callback):
+        def on_train_start(self, trainer, pl_module):
+            for name, parameter in pl_module.named_parameters():
+                parameter.requires_grad_(name.startswith("model.head"))
+
+    train(tmp_path, [Frozen(), RingMonitor(1)], steps=1)
+    (record,) = records(tmp_path).of("ring")
+    assert list(record.detail["layers"])[::-1] == LAYERS
+    assert "ring/rel_l2" in record.values and not any("grad" in key for key in record.values)
+
+
+def test_the_report_of_a_run_says_what_was_found(tmp_path):
+    train(tmp_path, [RingMonitor(2)])
+    told = " ".join(text_report(tmp_path).split())
+    assert "Nothing wrong was seen in attention across ranks." in told
+    assert "Attention across ranks: nothing wrong: worst" in told
+    page = write_report(tmp_path).read_text()
+    assert "Work and waiting of each rank" in page
 
 
 def test_bad_arguments_are_named():
