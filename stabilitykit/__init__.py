@@ -8,6 +8,7 @@ if TYPE_CHECKING:
         AttentionMonitor,
         LossMonitor,
         PrecursorMonitor,
+        RingMonitor,
         WeightMonitor,
         monitors,
     )
@@ -30,6 +31,7 @@ _HOMES = {
     "AttentionMonitor": "callbacks",
     "LossMonitor": "callbacks",
     "PrecursorMonitor": "callbacks",
+    "RingMonitor": "callbacks",
     "SkippingBatchSampler": "skiplist",
     "SpikeDetector": "numerics.spikes",
     "Tap": "observe.tap",
@@ -53,6 +55,7 @@ __all__ = [
     "AttentionMonitor",
     "LossMonitor",
     "PrecursorMonitor",
+    "RingMonitor",
     "SkippingBatchSampler",
     "SpikeDetector",
     "Tap",

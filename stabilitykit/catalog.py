@@ -35,10 +35,24 @@ _ROUNDOFF_SOURCE = "healthy controls over input scales; idea of TTrace, arXiv 25
 _BIAS = {"any": 8.0}
 _FLASH_TESTS = "flash-attention tests: out within 2x, gradients within 3x of plain attention's error"
 
+# Healthy rings as tests/callbacks/test_ring_healthy.py runs them (all layouts, 1 to 4 ranks, q and k of
+# deviation .1 to 8, grouped heads, a window, values that share a mean; 6 seeds, 8 rows of each rank): worst
+# roundoff ratio 1.5 in bfloat16, 1.6 in float16, 73 in float32; key_sum 6.2e-4, 7.1e-5, 8.7e-8; value_sum
+# 1.2e-3, 1.5e-4, 1.3e-6; query_key 1.8e-5, 2.6e-6, 2.3e-9; out_value 6.1e-5, 1.1e-5, 1.2e-7. Limits of the
+# identities are about ten times that and more.
+_RING = {
+    "key_sum": {"bfloat16": 1e-2, "float16": 1e-3, "float32": 1e-5},
+    "value_sum": {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4},
+    "query_key": {"bfloat16": 3e-4, "float16": 5e-5, "float32": 1e-6},
+    "out_value": {"bfloat16": 1e-3, "float16": 2e-4, "float32": 1e-5},
+}
+_RING_SOURCE = "healthy controls over layouts, ranks and input scales"
+
 _COSTS = {
     "attention": "AttentionMonitor",
     "loss": "LossMonitor",
     "precursors": "PrecursorMonitor",
+    "ring": "RingMonitor",
     "weights": "WeightMonitor",
     "total": "all monitors",
 }
@@ -281,6 +295,85 @@ METRICS: tuple[Metric, ...] = (
         "count",
         "",
         "signals of layers that are outside the robust band of their own past",
+    ),
+    Metric(
+        "ring/roundoff_ratio",
+        "ratio",
+        "high",
+        "as attention/roundoff_ratio, of attention across ranks: a few rows of each rank, the exact output "
+        "over the keys of all",
+        _ROUNDOFF,
+        _RING_SOURCE,
+    ),
+    Metric(
+        "ring/grad_roundoff_ratio",
+        "ratio",
+        "high",
+        "the same of dq, on the same rows",
+        _ROUNDOFF,
+        _RING_SOURCE,
+    ),
+    Metric("ring/rel_l2", "ratio", "", "||ring - exact|| / ||exact|| of those rows' output"),
+    Metric("ring/grad_rel_l2", "ratio", "", "||ring - exact|| / ||exact|| of their dq"),
+    Metric(
+        "ring/row_mass",
+        "",
+        "high",
+        "largest |sum of a row's probabilities over all ranks - 1|",
+        {"any": 1e-3},
+        "1e-5 at most with float32 log-sum-exps; a lost or stale part: above 0.1",
+    ),
+    Metric(
+        "ring/key_sum",
+        "ratio",
+        "high",
+        "||dK summed over all tokens||, which must be 0, over the size of the terms",
+        _RING["key_sum"],
+        _RING_SOURCE,
+    ),
+    Metric(
+        "ring/value_sum",
+        "ratio",
+        "high",
+        "||dV - dO, each summed over all tokens||, which must be 0, over the size of the terms",
+        _RING["value_sum"],
+        _RING_SOURCE,
+    ),
+    Metric(
+        "ring/query_key",
+        "ratio",
+        "high",
+        "|<dQ, Q> - <dK, K>| of a key head over all tokens, which must be 0, over the size of the terms",
+        _RING["query_key"],
+        _RING_SOURCE,
+    ),
+    Metric(
+        "ring/out_value",
+        "ratio",
+        "high",
+        "|<O, dO> - <dV, V>| of a key head over all tokens, which must be 0, over the size of the terms",
+        _RING["out_value"],
+        _RING_SOURCE,
+    ),
+    Metric(
+        "ring/transport",
+        "count",
+        "high",
+        "hops at which a block of keys and values did not arrive, bit for bit, as it was sent",
+        {"any": 1.0},
+    ),
+    Metric(
+        "ring/imbalance",
+        "ratio",
+        "",
+        "tiles of scores that the busiest rank computed, over the mean of all ranks; counted, not timed",
+        source="arXiv 2311.09431, Sec. 2.2",
+    ),
+    Metric(
+        "ring/wait_percent",
+        "%",
+        "",
+        "time the rank that waited most spent waiting for blocks, of its time in the rings' rounds",
     ),
     *(
         Metric(f"overhead/{kind}_percent", "%", "high", f"time {who} took, of the run without monitors")

@@ -13,6 +13,7 @@ NAMES = [
     "AttentionMonitor",
     "LossMonitor",
     "PrecursorMonitor",
+    "RingMonitor",
     "SkippingBatchSampler",
     "SpikeDetector",
     "Tap",

@@ -4,6 +4,7 @@ from stabilitykit.callbacks.attention import AttentionMonitor
 from stabilitykit.callbacks.loss import LossMonitor
 from stabilitykit.callbacks.monitor import Monitor
 from stabilitykit.callbacks.precursors import PrecursorMonitor
+from stabilitykit.callbacks.ring import RingMonitor
 from stabilitykit.callbacks.weights import WeightMonitor
 
 
@@ -12,4 +13,12 @@ def monitors() -> list[Monitor]:
     return [LossMonitor(), AttentionMonitor(), PrecursorMonitor()]
 
 
-__all__ = ["AttentionMonitor", "LossMonitor", "Monitor", "PrecursorMonitor", "WeightMonitor", "monitors"]
+__all__ = [
+    "AttentionMonitor",
+    "LossMonitor",
+    "Monitor",
+    "PrecursorMonitor",
+    "RingMonitor",
+    "WeightMonitor",
+    "monitors",
+]

@@ -16,7 +16,7 @@ from stabilitykit.observe.bias import DeltaWalk
 from stabilitykit.observe.sample import Look
 from stabilitykit.observe.shadow import is_compiled, shadow
 from stabilitykit.observe.step import StepNumbers
-from stabilitykit.observe.tap import AttentionCall, Tap
+from stabilitykit.observe.tap import ACROSS_RANKS, AttentionCall, Tap
 
 
 class AttentionMonitor(Monitor):
@@ -198,6 +198,7 @@ class AttentionMonitor(Monitor):
 
     def _write_step(self, found: StepNumbers) -> None:
         step, figures = self.run.step, self._budget.figures(Most.of(found.shapes))
+        self._unseen = {name: self._explained(reason) for name, reason in self._unseen.items()}
         skipped = {**self._unseen, **found.skipped}
         told = everyone((found.layers, skipped, found.out_of_memory, figures))
         layers = merged([(host, part[0]) for host, part in told])
@@ -245,11 +246,13 @@ class AttentionMonitor(Monitor):
             self._budget.choose(max(figures, key=lambda figures: figures.over))
 
     def _say_if_blind(self, found: StepNumbers, skipped: dict[str, str]) -> None:
-        for name, reason in self._unseen.items():
+        for reason in dict.fromkeys(self._unseen.values()):
+            first, *others = (name for name, why in self._unseen.items() if why == reason)
+            names = f"{first} and {len(others)} more" if others else first
             self._say_once(
-                f"AttentionMonitor does not see the attention of {name}: {reason}. Training goes on"
+                f"AttentionMonitor does not see the attention of {names}: {reason}. Training goes on"
             )
-        if found.shapes:
+        if found.shapes or (skipped and all(why.startswith(ACROSS_RANKS) for why in skipped.values())):
             return
         why = "; ".join(sorted({f"{name}: {reason}" for name, reason in skipped.items()}))
         why = why or (
@@ -257,6 +260,14 @@ class AttentionMonitor(Monitor):
             "what is built on it"
         )
         self._say_once(f"AttentionMonitor measured nothing: {why}. Training goes on")
+
+    def _explained(self, reason: str) -> str:
+        if reason != ACROSS_RANKS:
+            return reason
+        watched = any(monitor.kind == "ring" for monitor in self.run.monitors)
+        return f"{reason}; " + (
+            "RingMonitor watches it" if watched else "add stabilitykit.RingMonitor for it"
+        )
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:

@@ -1,7 +1,8 @@
 """When an attention kernel's deviation is an event: several looks at one head over the limit, or a NaN."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from stabilitykit.catalog import CATALOG
 from stabilitykit.numerics.event import Event
@@ -9,15 +10,28 @@ from stabilitykit.records import spell
 
 LOOKS, OVER = 5, 3  # of the last five looks at one number of one head, three over its limit
 
-# A number of a head's row -> the key that judges it, and its name.
-JUDGED: dict[str, tuple[str, str]] = {
-    "roundoff_ratio": ("attention/roundoff_ratio", "output roundoff ratio"),
-    "nonfinite": ("attention/nonfinite", "NaN or inf in the output"),
-    "delta_bias": ("attention/delta_bias", "delta bias"),
+WHOLE = -1  # stands for a head where a number is of a layer's heads together
+
+
+class Judged(NamedTuple):
+    """The catalog's key that judges a number of a head's row, its name, whether one look is enough."""
+
+    key: str
+    words: str
+    at_once: bool = False
+
+
+ATTENTION: dict[str, Judged] = {
+    "roundoff_ratio": Judged("attention/roundoff_ratio", "output roundoff ratio"),
+    "nonfinite": Judged("attention/nonfinite", "NaN or inf in the output", True),
+    "delta_bias": Judged("attention/delta_bias", "delta bias"),
     **{
-        f"{grad}_{name}": (f"attention/grad_{name}", words.format(grad))
+        f"{grad}_roundoff_ratio": Judged("attention/grad_roundoff_ratio", f"{grad} roundoff ratio")
         for grad in ("dq", "dk", "dv")
-        for name, words in {"roundoff_ratio": "{} roundoff ratio", "nonfinite": "NaN or inf in {}"}.items()
+    },
+    **{
+        f"{grad}_nonfinite": Judged("attention/grad_nonfinite", f"NaN or inf in {grad}", True)
+        for grad in ("dq", "dk", "dv")
     },
 }
 
@@ -34,9 +48,20 @@ class _Open:
 
 
 class Deviations:
-    """Turns the numbers of due steps into events, one for all heads that went over together."""
+    """Turns the numbers of due steps into events, one for all heads that went over together.
 
-    def __init__(self) -> None:
+    Args:
+        monitor: the events' monitor; `says` begins their message.
+        judged: which numbers of a head's row are looked at.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "attention",
+        says: str = "attention differs from exact attention",
+        judged: Mapping[str, Judged] = ATTENTION,
+    ):
+        self._monitor, self._says, self._judged = monitor, says, judged
         self._looks: dict[tuple[str, int, str], list[tuple[int, bool]]] = {}
         self._open: list[_Open] = []
         self._next_id = 1
@@ -51,7 +76,7 @@ class Deviations:
         fresh: dict[Place, dict[str, Any]] = {}
         for name, row in layers.items():
             for head in row["heads"]:
-                for number in JUDGED:
+                for number in self._judged:
                     if number in head:
                         self._look(step, name, row, head, number, fresh)
         told = self._opened(step, fresh)
@@ -59,7 +84,7 @@ class Deviations:
 
     def pending(self) -> list[dict[str, Any]]:
         """Events still open, as they stand."""
-        return [_told(open_) for open_ in self._open]
+        return [self._told(open_) for open_ in self._open]
 
     def _look(
         self,
@@ -70,7 +95,7 @@ class Deviations:
         number: str,
         fresh: dict[Place, dict[str, Any]],
     ) -> None:
-        key, words = JUDGED[number]
+        key, words, at_once = self._judged[number]
         limit = CATALOG[key].limit(row["dtype"])
         if limit is None:
             return
@@ -93,7 +118,7 @@ class Deviations:
             "rank": head.get("rank"),
         }
         place = at[:2]
-        certain = number.endswith("nonfinite") or sum(over for _, over in looks) >= OVER
+        certain = at_once or sum(over for _, over in looks) >= OVER
         if over and (open_ := self._home(place)) is not None and (place in open_.worst or certain):
             _worsen(open_.worst, place, found)
             open_.now.add(place)
@@ -115,7 +140,7 @@ class Deviations:
         )  # fmt: skip
         self._next_id += 1
         self._open.append(_Open(event, fresh, set(fresh)))
-        return [_told(self._open[-1])]
+        return [self._told(self._open[-1])]
 
     def _closed(self, step: int) -> list[dict[str, Any]]:
         told = []
@@ -127,9 +152,27 @@ class Deviations:
                 open_.event.peak_step, open_.event.baseline = worst["step"], worst["limit"]
             if not open_.now:
                 open_.event.end = step
-                told.append(_told(open_))
+                told.append(self._told(open_))
         self._open = [open_ for open_ in self._open if open_.event.end is None]
         return told
+
+    def _told(self, open_: _Open) -> dict[str, Any]:
+        """The event's fields, the monitor, a message, and every place."""
+        ranked = sorted(open_.worst.items(), key=lambda item: -item[1]["share"])
+        texts = [_text(place, found) for place, found in ranked[:3]]
+        more = [f"{len(ranked) - 3} more heads"] * (len(ranked) > 3)
+        end = open_.event.end
+        over = "" if end is None else f"; within the limits again at step {end:.0f}"
+        places = [
+            {"layer": layer, "head": None if head == WHOLE else head, **found}
+            for (layer, head), found in ranked
+        ]
+        return {
+            **open_.event.to_dict(),
+            "monitor": self._monitor,
+            "message": f"{self._says}: {'; '.join([*texts, *more])}{over}",
+            "places": spell(places),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -168,25 +211,10 @@ def _worsen(worst: dict[Place, dict[str, Any]], place: Place, found: dict[str, A
         worst[place] = found
 
 
-def _told(open_: _Open) -> dict[str, Any]:
-    """The event's fields, the monitor, a message, and every place."""
-    ranked = sorted(open_.worst.items(), key=lambda item: -item[1]["share"])
-    texts = [_text(place, found) for place, found in ranked[:3]]
-    more = [f"{len(ranked) - 3} more heads"] * (len(ranked) > 3)
-    end = open_.event.end
-    over = "" if end is None else f"; within the limits again at step {end:.0f}"
-    return {
-        **open_.event.to_dict(),
-        "monitor": "attention",
-        "message": f"attention differs from exact attention: {'; '.join([*texts, *more])}{over}",
-        "places": spell([{"layer": layer, "head": head, **found} for (layer, head), found in ranked]),
-    }
-
-
 def _text(place: Place, found: dict[str, Any]) -> str:
     layer, head = place
-    rank = "" if found["rank"] is None else f" on rank {found['rank']}"
+    where = layer if head == WHOLE else f"{layer} head {head}"
+    where += "" if found["rank"] is None else f" on rank {found['rank']}"
     if "NaN" in found["number"]:
-        return f"{layer} head {head}{rank}, {found['value']:.0f} {found['number']}"
-    limit = f"(limit {found['limit']:g} for {found['dtype']})"
-    return f"{layer} head {head}{rank}, {found['number']} {found['value']:.4g} {limit}"
+        return f"{where}, {found['value']:.0f} {found['number']}"
+    return f"{where}, {found['number']} {found['value']:.4g} (limit {found['limit']:g} for {found['dtype']})"

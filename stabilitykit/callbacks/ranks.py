@@ -8,8 +8,11 @@ from torch import distributed as dist
 
 from stabilitykit.callbacks.run import world
 from stabilitykit.observe.attention import worst
+from stabilitykit.parallel.invariants import IDENTITIES
 
 Layers = dict[str, dict[str, Any]]
+# Numbers of a layer that are no head's.
+_OF_ALL_HEADS = ("logit_bound", *IDENTITIES)
 
 
 def everyone(mine: Any) -> list[tuple[str, Any]]:
@@ -51,8 +54,8 @@ def _layer(rows: list[tuple[int, str, dict[str, Any]]]) -> dict[str, Any]:
         heads[at]["delta_walk"] = walk
     rank, host, first = max(rows, key=lambda row: _badness(row[2]))
     united = [heads[at] for at in sorted(heads)]
-    bound = max(row["logit_bound"] for _, _, row in rows)
-    return {"rank": rank, "host": host, **first, **worst(united), "logit_bound": bound, "heads": united}
+    whole = worst([{key: row[key] for key in _OF_ALL_HEADS if key in row} for _, _, row in rows])
+    return {"rank": rank, "host": host, **first, **worst(united), **whole, "heads": united}
 
 
 def _badness(row: dict[str, Any]) -> tuple[float, float]:

@@ -1,13 +1,14 @@
 """What an open tap knows of attention calls: their names, their gradients, and what it could not see."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from stabilitykit.observe.modules import Place, in_backward
 
 
 @dataclass(slots=True, eq=False)
@@ -73,38 +74,37 @@ class Calls:
         self.replace = replace
         self.heads: int | None = None  # of the multi_head_attention_forward that is running
         self._on_call = on_call
-        self._stack: list[str] = []
+        self._place = Place()
         self._entered: dict[str, str] = {}
-        self._seen: Counter[tuple[str, bool]] = Counter()
         self._reported: dict[str, str] = {}
         self._pending: list[_Pending] = []
         self._done: set[str] = set()
 
     # Where the model is.
 
-    def enter(self, name: str, attention: str | None) -> None:
-        """The forward of module `name` begins; `attention` is its class where that says Attention."""
-        self._stack.append(name)
-        if attention:
-            self._entered[name] = attention
+    def enter(self, name: str, module: nn.Module) -> None:
+        """The forward of module `name` begins; one whose class says Attention owes a record."""
+        self._place.enter(name, module)
+        kind = type(module).__name__
+        if any(word in kind.lower() for word in ("attention", "attn", "mha")):
+            self._entered[name] = kind
 
     def leave(self) -> None:
         """The innermost module's forward ends."""
-        if self._stack:
-            self._stack.pop()
+        self._place.leave()
 
     def suspect(self) -> None:
         """The running module, whatever its name, takes a softmax of a product: it owes a record."""
-        self._entered.setdefault(self._stack[-1] if self._stack else "", "a softmax of a product")
+        self._entered.setdefault(self._place.here, "a softmax of a product")
 
     def report(self, reason: str) -> None:
         """Attention of the running module is not watched, for `reason`."""
-        self._reported.setdefault(self._stack[-1] if self._stack else "", reason)
+        self._reported.setdefault(self._place.here, reason)
 
     @property
     def unseen(self) -> dict[str, str]:
         """Reason by module name: attention that was met and not watched, modules that left no record."""
-        told = {name for name, _ in self._seen} | self._reported.keys()
+        told = self._place.named | self._reported.keys()
         silent = {
             name: f"{kind} ran and left no record; what it calls is no attention known here"
             for name, kind in self._entered.items()
@@ -131,12 +131,12 @@ class Calls:
         key: Tensor | None = None,
     ) -> AttentionCall | None:
         """A call whose gradients come by hooks on its aliases or, given `key`, by `gradients`."""
-        name = self._name()
+        name = self._place.name()
         if self._on_call is None:
             return None
         told = {k: v.detach() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
         call = AttentionCall(name, q.seen(), k.seen(), v.seen(), out.seen(), told, backend, lse)
-        pending = _Pending(call, _in_backward(), key)
+        pending = _Pending(call, in_backward(), key)
         if pending.recomputed:
             self._recognise(call)
         self._pending.append(pending)
@@ -170,19 +170,13 @@ class Calls:
                     self._done.add(pending.call.name)
                     self._hand_over(pending.call)
         self._pending.clear()
-        self._stack.clear()
-
-    def _name(self) -> str:
-        name = self._stack[-1] if self._stack else ""
-        count = self._seen[name, _in_backward()]
-        self._seen[name, _in_backward()] += 1
-        return f"{name}#{count}" if count else name
+        self._place.clear()
 
     def _recognise(self, call: AttentionCall) -> None:
         # Recomputation meets the calls of a module in another order, or outside any module; the first
         # pass, if it had no graph of its own, got the very same input and has the right name.
         for pending in self._pending:
-            here = self._stack[-1:] in ([], [pending.call.name.split("#")[0]])
+            here = not self._place.known or self._place.here == pending.call.name.split("#")[0]
             first = here and not pending.missing and not pending.recomputed
             if first and _same(pending.call.q, call.q):
                 call.name = pending.call.name
@@ -220,10 +214,6 @@ def as_autocast(tensor: Tensor) -> Tensor:
     if eligible and torch.is_autocast_enabled(device):
         return tensor.to(torch.get_autocast_dtype(device))
     return tensor
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

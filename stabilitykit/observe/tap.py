@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,13 +14,20 @@ from torch.overrides import TorchFunctionMode
 from stabilitykit.observe import eager, flash, flex, sdpa
 from stabilitykit.observe.calls import AttentionCall, Calls
 from stabilitykit.observe.chain import strayed
+from stabilitykit.observe.modules import followed
 
-__all__ = ["AttentionCall", "Tap"]
+__all__ = ["ACROSS_RANKS", "AttentionCall", "Tap"]
+
+ACROSS_RANKS = "attention across ranks, of which no rank has all"
 
 _Handler = Callable[[Calls, Any, Any, Any], Any]
 _HANDLERS: dict[Any, _Handler] = {**sdpa.HANDLERS, **eager.HANDLERS}
 # By name: their libraries may be imported later.
-_OPS: dict[str, _Handler] = {**flash.HANDLERS, **flex.HANDLERS}
+_OPS: dict[str, _Handler] = {
+    **flash.HANDLERS,
+    **flex.HANDLERS,
+    "ring_attention": lambda calls, func, args, kwargs: _foreign(calls, func, args, kwargs),
+}
 _COMPILING = {"torch._dynamo", "torch.nn.attention.flex_attention"}
 _BACKWARD = (torch.autograd.backward, torch.autograd.grad)
 
@@ -63,13 +70,7 @@ class Tap(TorchFunctionMode):
         if self._open == 1:
             self._calls = Calls(self._on_call, self._replace)
             self._resources = ExitStack()
-            for name, child in self._module.named_modules():
-                if _needs_no_name(child):
-                    continue
-                pre = child.register_forward_pre_hook(partial(self._enter_module, name))
-                post = child.register_forward_hook(self._leave_module, always_call=True)
-                self._resources.callback(pre.remove)
-                self._resources.callback(post.remove)
+            self._resources.enter_context(followed(self._module, self._calls.enter, self._calls.leave))
             if sys.modules.keys() & _COMPILING:  # else nothing is compiled, and the import takes seconds
                 self._resources.enter_context(torch.compiler.set_stance("force_eager"))
         return self
@@ -116,19 +117,6 @@ class Tap(TorchFunctionMode):
         finally:
             namespace.has_torch_function = before
 
-    def _enter_module(self, name: str, module: nn.Module, args: Any) -> None:
-        kind = type(module).__name__
-        attends = any(word in kind.lower() for word in ("attention", "attn", "mha"))
-        self._calls.enter(name, kind if attends else None)
-
-    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
-        self._calls.leave()
-
-
-def _needs_no_name(module: nn.Module) -> bool:
-    # torch's own layers without children (Linear, LayerNorm, ...) call no attention; hooks would slow them.
-    return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
-
 
 @cache
 def _handler(func: Any) -> _Handler | None:
@@ -137,6 +125,11 @@ def _handler(func: Any) -> _Handler | None:
     if name.startswith("aten::_scaled_dot_product") and name.endswith("_backward"):
         strange = False  # of a call whose forward was seen, by way of a dispatch mode of the user's
     return _HANDLERS.get(func) or _OPS.get(name) or (_stranger if strange else None)
+
+
+def _foreign(calls: Calls, func: Any, args: Any, kwargs: Any) -> Any:
+    calls.report(ACROSS_RANKS)  # the kernels inside run unseen: each has a tile of the whole
+    return func(*args, **kwargs)
 
 
 def _stranger(calls: Calls, func: Any, args: Any, kwargs: Any) -> Any:

@@ -43,22 +43,25 @@ class Options:
 
 @dataclass(slots=True)
 class Round:
-    """One round on one rank: whose keys, which tiles, CPU seconds of work, seconds of waiting before it."""
+    """One round on one rank: whose keys, which tiles, CPU seconds of work, seconds of waiting before it.
+
+    `mark` is the `checksum` of the keys and values as this rank held them.
+    """
 
     owner: int
     tiles: Tiles = field(default_factory=Tiles)
     work_s: float = 0.0
     wait_s: float = 0.0
+    mark: int = 0
 
 
 @dataclass(slots=True)
 class Log:
-    """What a watched call notes on its way: `rounds` of both passes, and what `RingCall` says of the rest."""
+    """What a watched call notes on its way: the rounds of both passes, and `mass` (see `RingCall`)."""
 
     mass: Tensor | None = None
     forward: list[Round] = field(default_factory=list)
     backward: list[Round] = field(default_factory=list)
-    carried: list[int] = field(default_factory=list)
 
 
 class RingCall(NamedTuple):
@@ -67,7 +70,7 @@ class RingCall(NamedTuple):
     q, out, grad_out, dq [b, h, n, d]; k, v, dk, dv [b, h_kv, n, d]; the gradients None where no
     backward was. lse [b, h, n] float64. `labels`: documents of rows and of keys (-1: hidden), [b, n]
     each, or none. `log.mass` [b, h, n]: the log of the sum of exp(lse) over all parts, summed apart from
-    the merge. `log.carried`: for each pass, the `checksum` of the last block it held, the next rank's.
+    the merge. `name`: what the watcher's `name` said when the call began.
     """
 
     ring: Ring
@@ -83,6 +86,14 @@ class RingCall(NamedTuple):
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
+    name: str = ""
+
+
+class Watcher(NamedTuple):
+    """Whom to tell of a call, and what tells its name as it begins."""
+
+    on_call: Callable[[RingCall], None]
+    name: Callable[[], str]
 
 
 class Plan(NamedTuple):
@@ -93,13 +104,13 @@ class Plan(NamedTuple):
     labels: tuple[Tensor, ...]
     kernel: Kernel
     log: Log
-    watchers: tuple[Callable[[RingCall], None], ...]
+    watchers: tuple[tuple[Callable[[RingCall], None], str], ...]  # each with the call's name
 
     def hand_over(self, *tensors: Tensor) -> None:
         """To every watcher a `RingCall` with these tensors, in its order; without autograd."""
-        for watcher in self.watchers:
+        for on_call, name in self.watchers:
             with torch.no_grad():
-                watcher(RingCall(self.ring, self.options, self.labels, self.log, *tensors))
+                on_call(RingCall(self.ring, self.options, self.labels, self.log, *tensors, name=name))
 
 
 def checksum(*tensors: Tensor) -> int:
@@ -112,18 +123,20 @@ def checksum(*tensors: Tensor) -> int:
     return total % 2**62
 
 
-watchers: list[Callable[[RingCall], None]] = []
+watchers: list[Watcher] = []
 
 
 @contextmanager
-def watched(on_call: Callable[[RingCall], None]) -> Iterator[None]:
+def watched(on_call: Callable[[RingCall], None], name: Callable[[], str] = str) -> Iterator[None]:
     """While open, hands every ring_attention call begun in it to `on_call`, when its backward is done.
 
     A call that needs no gradient is handed over after its forward. Watching changes no result. The
-    watcher may use `call.ring`: it is called on every rank, in one order.
+    watcher may use `call.ring`: it is called on every rank, in one order. `name` is asked as a call
+    begins, in the forward; calls that activation checkpointing repeats are told once, by their first name.
     """
-    watchers.append(on_call)
+    watcher = Watcher(on_call, name)
+    watchers.append(watcher)
     try:
         yield
     finally:
-        watchers.remove(on_call)
+        watchers.remove(watcher)

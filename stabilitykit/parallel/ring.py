@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
 
 from stabilitykit.numerics.scores import check_tensors, require
 from stabilitykit.parallel.call import Log, Merge, Options, Plan, Round, checksum, watchers
@@ -63,6 +64,12 @@ def ring_attention(
         ValueError: inputs that do not fit, here or from rank to rank, before anything is sent.
         RuntimeError: another rank is gone, or silent for longer than the group's timeout.
     """
+    if has_torch_function((q, k, v)):  # whoever overrides attention gets all of it, not its tiles
+        return handle_torch_function(
+            ring_attention, (q, k, v), q, k, v, group=group, layout=layout, causal=causal, scale=scale,
+            window=window, mask=mask, documents=documents, kernel=kernel, merge=merge, tile=tile,
+            dropout_p=dropout_p,
+        )  # fmt: skip
     ring = Ring(group)
     try:
         _check(q, k, v, mask, documents, window, tile, dropout_p)
@@ -74,7 +81,8 @@ def ring_attention(
     except ValueError as error:
         ring.agree(f"refused: {error}", q.device)  # the others must not wait for a rank that has left
         raise
-    plan = Plan(ring, options, labels, engine, Log(), tuple(watchers))
+    told = tuple((watcher.on_call, watcher.name()) for watcher in watchers)
+    plan = Plan(ring, options, labels, engine, Log(), told)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     ring.agree(_said(plan, needs_grad, q, k, v), q.device)
     out, lse = _RingAttention.apply(q, k, v, plan)
@@ -113,9 +121,10 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore (once_differentiable)
         plan, (q, k, v, out, lse) = ctx.plan, ctx.saved_tensors
-        found = _backward(plan, q, k, v, out, lse, grads[0])
-        dq, dk, dv = (x.to(q.dtype) for x in found)
-        plan.hand_over(q, k, v, out, lse, grads[0], dq, dk, dv)
+        with torch._C.DisableTorchFunction():  # as in the forward: an op of its own, not its tiles
+            found = _backward(plan, q, k, v, out, lse, grads[0])
+            dq, dk, dv = (x.to(q.dtype) for x in found)
+            plan.hand_over(q, k, v, out, lse, grads[0], dq, dk, dv)
         return dq, dk, dv, None
 
 
@@ -168,11 +177,11 @@ def _rounds(
         theirs = runs(length, owner, ring.world, options.layout)
         began = time.thread_time()
         yield k_.to(dtype), v_.to(dtype), _parts(plan, mine, theirs, labels, this.tiles)
-        this.work_s, left = time.thread_time() - began, time.perf_counter()
+        this.work_s = time.thread_time() - began
         if plan.watchers:
+            this.mark = checksum(k_, v_)
             kept.append(this)
-            if owner == (ring.rank + 1) % ring.world:
-                plan.log.carried.append(checksum(k_, v_))
+        left = time.perf_counter()
 
 
 def _parts(

@@ -19,6 +19,7 @@ class Ring:
     """The ranks of a process group, or of a DeviceMesh of one dimension, in a circle.
 
     None is the default group, or this process alone where torch.distributed is not initialised.
+    `members` are their global ranks, in the ring's order.
 
     Raises:
         ValueError: a mesh of several dimensions, or a group that this rank is not in.
@@ -39,11 +40,8 @@ class Ring:
         )
         # isend and irecv of batches want global ranks, a sub-group's differ.
         whole = dist.group.WORLD if group is None else group
-        self._next, self._last = (
-            (0, 0)
-            if whole is None
-            else tuple(dist.get_global_rank(whole, (self.rank + by) % self.world) for by in (1, -1))
-        )
+        self.members = (0,) if whole is None else tuple(dist.get_process_group_ranks(whole))
+        self._next, self._last = (self.members[(self.rank + by) % self.world] for by in (1, -1))
 
     def blocks(self, own: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
         """Every rank's tensors in turn, each with its owner's rank, from this rank's own backwards.

@@ -100,6 +100,33 @@ def _cost_bars(panel: Panel, rows: list[Record], records: Records) -> Figure | N
     return {"data": [bar], "layout": layout}
 
 
+def _rank_bars(panel: Panel, rows: list[Record], records: Records) -> Figure | None:
+    """Per rank, at the last look, CPU seconds of work and seconds of waiting; its tiles as text."""
+    rings = next((row.detail["balance"] for row in reversed(rows) if row.detail.get("balance")), [])
+    if not rings:
+        return None
+    ranks = sorted((rank, i, ring) for ring in rings for i, rank in enumerate(ring["ranks"]))
+    bars = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "y": [f"rank {rank}" for rank, _, _ in ranks],
+            "x": [number(ring[key][i]) for _, i, ring in ranks],
+            "customdata": [ring["tiles"][i] for _, i, ring in ranks],
+            "marker": {"color": colour},
+            "hovertemplate": f"%{{y}}: %{{x:.3g}} s {name}, %{{customdata}} tiles<extra></extra>",
+        }
+        for key, name, colour in (("work_s", "work", BLUE), ("wait_s", "waiting", MUTED))
+    ]
+    bars[0] |= {"text": [f"{ring['tiles'][i]:,} tiles" for _, i, ring in ranks]}
+    layout = frame(height=110 + 34 * len(ranks))
+    layout["xaxis"] = {"title": {"text": "seconds, both passes of all layers"}, "rangemode": "tozero"}
+    layout["yaxis"] = {"autorange": "reversed", "type": "category", "automargin": True}
+    layout |= {"hovermode": "closest", "bargap": 0.35, "barmode": "stack"}
+    return {"data": bars, "layout": layout}
+
+
 def _heat_map(panel: Panel, rows: list[Record], records: Records) -> Figure | None:
     return heat_map(panel.keys, layers(rows))
 
@@ -118,5 +145,6 @@ _DRAW: dict[Form, Callable[[Panel, list[Record], Records], Figure | None]] = {
     "layer x head heat map": _heat_map,
     "arms over steps": _arms,
     "distance per tensor": _tensors,
+    "rank bars": _rank_bars,
     "cost bars": _cost_bars,
 }

@@ -1,13 +1,15 @@
-"""Attention's judged numbers against the limits of the catalog."""
+"""The judged numbers of attention, of one rank or across ranks, against the limits of the catalog."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from stabilitykit.catalog import CATALOG
+from stabilitykit.catalog import CATALOG, family
 from stabilitykit.report.panels import name_of
 from stabilitykit.report.reading import Layers, number, show
 
 RATIOS = ("attention/roundoff_ratio", "attention/grad_roundoff_ratio")
+RING = tuple(metric.key for metric in family("ring") if metric.threshold)
 COUNTS = ("attention/nonfinite", "attention/grad_nonfinite")
 
 
@@ -34,14 +36,14 @@ class Reading(NamedTuple):
     @property
     def what(self) -> str:
         """The number's name."""
-        return name_of(self.key) if "grad_" in self.key else f"output {name_of(self.key)}"
+        return f"output {name_of(self.key)}" if _name(self.key) == "roundoff_ratio" else name_of(self.key)
 
     @property
     def place(self) -> str:
         """The layer, the worst of its heads, and the rank where several trained together."""
         heads = [(number(head.get(_name(self.key))), head) for head in self.numbers.get("heads", [])]
         heads = [(value, head["head"]) for value, head in heads if not math.isnan(value)]
-        rank = self.numbers.get("rank")
+        rank = self.numbers.get("rank") if heads else None  # what is of no head is of all ranks
         return (
             self.layer
             + (f" head {max(heads)[1]}" if heads else "")
@@ -66,9 +68,9 @@ def readings(found: Layers, key: str) -> list[Reading]:
     return result
 
 
-def worst_reading(found: Layers) -> Reading | None:
-    """The ratio nearest to, or farthest above, its limit; None when nothing could be judged."""
-    ratios = [reading for key in RATIOS for reading in readings(found, key)]
+def worst_reading(found: Layers, keys: Sequence[str] = RATIOS) -> Reading | None:
+    """The number nearest to, or farthest above, its limit; None when nothing could be judged."""
+    ratios = [reading for key in keys for reading in readings(found, key)]
     return max((r for r in ratios if not math.isnan(r.value)), key=lambda r: r.share, default=None)
 
 

@@ -11,6 +11,7 @@ Form = Literal[
     "layer x head heat map",
     "arms over steps",
     "distance per tensor",
+    "rank bars",
     "cost bars",
 ]
 _WORDS = {"grad": "gradient", "rel": "relative", "l2": "L2", "w1": "W1", "rms": "RMS", "log": "log", "z": "Z"}
@@ -35,6 +36,7 @@ class Panel:
 SECTIONS: dict[str, str] = {
     "loss": "Loss",
     "attention": "Attention",
+    "ring": "Attention across ranks",
     "weights": "Weights",
     "precursors": "Precursors",
     "overhead": "Cost of watching",
@@ -89,6 +91,33 @@ PANELS: tuple[Panel, ...] = (
         "layers over time",
     ),
     Panel("Bias of delta, per layer", "attention", ("attention/delta_bias",), "layers over time"),
+    Panel("Deviation across ranks, per layer", "ring", ("ring/roundoff_ratio",), "layers over time"),
+    Panel(
+        "Deviation of dq across ranks, per layer", "ring", ("ring/grad_roundoff_ratio",), "layers over time"
+    ),
+    Panel(
+        "Layers and heads across ranks",
+        "ring",
+        ("ring/roundoff_ratio", "ring/grad_roundoff_ratio", "ring/rel_l2", "ring/grad_rel_l2"),
+        "layer x head heat map",
+    ),
+    *(
+        Panel(f"Identity: {title}, per layer", "ring", (f"ring/{name}",), "layers over time")
+        for name, title in {
+            "row_mass": "a row's probabilities sum to 1",
+            "key_sum": "dK sums to 0",
+            "value_sum": "dV sums to dO's sum",
+            "query_key": "dQ and dK agree",
+            "out_value": "dV and the output agree",
+        }.items()
+    ),
+    Panel(
+        "Blocks damaged on their way, imbalance, waiting",
+        "ring",
+        ("ring/transport", "ring/imbalance", "ring/wait_percent"),
+        "curve",
+    ),
+    Panel("Work and waiting of each rank", "ring", ("ring/imbalance", "ring/wait_percent"), "rank bars"),
     Panel(
         "Distance of each twin from the run, in noise floors",
         "weights",

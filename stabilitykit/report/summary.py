@@ -14,6 +14,7 @@ from stabilitykit.runlog import Records
 def table(records: Records) -> list[tuple[str, str]]:
     """What was seen, as (label, text) rows: steps, loss, attention, weights, events, cost."""
     rows = [("Steps", _steps(records)), ("Loss", _loss_row(records)), *_attention_rows(records)]
+    rows += _ring_rows(records.of("ring"))
     rows += _weights_rows(records.of("weights"))
     flagged = events(records)
     kinds = dict.fromkeys(str(event.get("kind", "event")) for event in flagged)
@@ -56,6 +57,19 @@ def _attention_rows(records: Records) -> Iterator[tuple[str, str]]:
     worst = worst_reading(found)
     if worst:
         yield "Worst layer", f"{worst.place}: {worst.what} {show(worst.value)} at step {worst.step}"
+
+
+def _ring_rows(rows: list[Record]) -> Iterator[tuple[str, str]]:
+    if not rows:
+        return
+    found, rings = layers(rows), rows[-1].detail.get("balance", [])
+    if not found:
+        yield "Across ranks", "no call seen"
+        return
+    sizes = ", ".join(counted(len(ring["ranks"]), "rank") for ring in rings[:1])
+    more = f" in each of {len(rings)} rings" if len(rings) > 1 else ""
+    measured = f"{counted(len(found), 'layer')} on {counted(len(rows), 'step')}"
+    yield "Across ranks", f"{measured}, {sizes}{more}, {counted(rows[-1].detail['rows'], 'row')} of each"
 
 
 def _weights_rows(rows: list[Record]) -> Iterator[tuple[str, str]]:

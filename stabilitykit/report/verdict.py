@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from stabilitykit.records import Record
-from stabilitykit.report.limits import COUNTS, RATIOS, Reading, readings, worst_reading
+from stabilitykit.report.limits import COUNTS, RATIOS, RING, Reading, readings, worst_reading
 from stabilitykit.report.panels import name_of
 from stabilitykit.report.reading import LOSS_NOUNS, Layers, counted, events, is_about, layers, number, show
 from stabilitykit.report.weights import comparisons, run_nonfinite, sentence
@@ -24,6 +24,7 @@ GRADIENT_KINDS: dict[str, State] = {
     "loss_scale": "bad",
     "initial_loss": "bad",
 }
+RING_MONITORS = ("ring", "ring transport")  # of RingMonitor's events
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ def findings(records: Records) -> list[Finding]:
         *_gradients(records),
         *_deviations(records),
         *_attention(records.of("attention")),
+        *_ring(records),
         *_weights(records.of("weights")),
         *_others(records),
     ]
@@ -192,6 +194,36 @@ def _off(over: list[Reading], found: Layers) -> Finding:
     return Finding("attention", "bad", text, first, last < measured)
 
 
+def _ring(records: Records) -> Iterator[Finding]:
+    """Attention across ranks: events, else the number nearest to its limit; silent where none was watched."""
+    flagged = [event for event in events(records) if event.get("monitor") in RING_MONITORS]
+    for event in flagged:
+        text = f"From step {event['start']}, {event.get('message')}."
+        yield Finding("attention across ranks", "bad", text, event["start"], event.get("end") is not None)
+    rows = records.of("ring")
+    found = layers(rows)
+    worst = worst_reading(found, RING)
+    if worst is None:
+        if rows:
+            text = f"RingMonitor saw no ring attention call on {counted(len(rows), 'measured step')}."
+            yield Finding("attention across ranks", "unknown", text)
+    elif worst.share < 1 and not flagged:
+        text = f"Attention across ranks: nothing wrong: worst {worst} at step {worst.step}.{_balance(rows)}"
+        yield Finding("attention across ranks", "good", text)
+    elif not flagged:
+        text = f"Attention across ranks read {worst} at step {worst.step}, not often enough for an event."
+        yield Finding("attention across ranks", "unknown", text, worst.step)
+
+
+def _balance(rows: list[Record]) -> str:
+    """The last look's balance as a sentence of its own, with a blank before it; nothing for one rank."""
+    last = rows[-1].values
+    if "ring/imbalance" not in last or all(len(ring["ranks"]) == 1 for ring in rows[-1].detail["balance"]):
+        return ""
+    over, waited = last["ring/imbalance"], last["ring/wait_percent"]
+    return f" The busiest rank computes {show(over)} times the mean; one waits {show(waited)} % of its time."
+
+
 def _weights(rows: list[Record]) -> Iterator[Finding]:
     """A distance is context, above the floor or not; only what is not finite is wrong."""
     if not rows:
@@ -227,6 +259,8 @@ def _others(records: Records) -> Iterator[Finding]:
     """Events of monitors without sentences of their own, in the monitor's words."""
     for event in events(records):
         kind, start = event.get("kind", "event"), event["start"]
+        if event.get("monitor") in RING_MONITORS:
+            continue
         if kind not in GRADIENT_KINDS and not is_about(event, "loss") and not is_about(event, "attention"):
             message = event.get("message")
             text = f"{kind} at step {start}" + (f": {message}" if message else "") + "."

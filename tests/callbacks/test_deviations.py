@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from stabilitykit.callbacks.deviations import Deviations
+from stabilitykit.callbacks.deviations import Deviations, Judged
 
 
 def layers(dtype="bfloat16", **heads):
@@ -115,3 +115,10 @@ def test_state_goes_on_where_it_was():
     for step in range(2, 9):
         numbers = layers(h0=high(1.0 + 4 * (step < 4)), h1={"nonfinite": 0.0})
         assert again.update(step, numbers) == watched.update(step, numbers)
+
+
+def test_a_number_of_a_whole_layer_names_no_head():
+    judged = {"key_sum": Judged("ring/key_sum", "key sum", True)}
+    (event,) = Deviations("ring", "the ring is off", judged).update(4, layers(**{"h-1": {"key_sum": 0.5}}))
+    assert event["message"] == "the ring is off: a, key sum 0.5 (limit 0.01 for bfloat16)"
+    assert (event["monitor"], event["places"][0]["head"]) == ("ring", None)

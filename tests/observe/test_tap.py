@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 import tiny
 from stabilitykit.numerics.exact import exact_attention, exact_attention_grad
 from stabilitykit.observe.exactly import exact_options
-from stabilitykit.observe.tap import Tap
+from stabilitykit.observe.tap import ACROSS_RANKS, Tap
+from stabilitykit.parallel.ring import ring_attention
 
 
 def gradients(loss, model):
@@ -319,3 +320,27 @@ def test_a_shared_module_recomputed_keeps_the_names_of_its_first_pass(reentrant)
     assert [call.name for call in calls] == ["0#1", "0"]
     first = block.qkv(x).view(2, 4, 3, 2, 8).permute(2, 0, 3, 1, 4)[0]
     assert torch.equal(calls[1].q, first)
+
+
+class Ringed(nn.Module):
+    """Attention by tiles that travel a ring, here of one rank."""
+
+    def __init__(self, kernel):
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, x):
+        return ring_attention(x, x * 2, x, kernel=self.kernel, tile=4)
+
+
+@pytest.mark.parametrize("kernel", ["fused", "exact"])
+def test_attention_across_ranks_is_named_and_its_tiles_are_no_calls(kernel):
+    model, calls = nn.Sequential(Ringed(kernel), tiny.Attention(8, 2, 0.0)), []
+    x = torch.randn(2, 1, 12, 8, requires_grad=True)
+    plain = torch.autograd.grad(model[0](x).sum(), x)[0]
+    with Tap(model, calls.append) as tap:
+        found = torch.autograd.grad(model[0](x).sum(), x)[0]
+        model[1](x[:, 0]).sum().backward()
+    assert tap.unseen == {"0": ACROSS_RANKS}
+    assert [call.name for call in calls] == ["1"]
+    assert torch.equal(plain, found)
