@@ -55,8 +55,9 @@ def test_n_ranks_have_one_ranks_loss_and_gradients(world, layout, dtype):
 def test_positions_counted_on_each_rank_are_another_model(layout, changes):
     case = {"length": 32, "attention": layout, "wrong_positions": True, **changes}
     (wrong,) = ranks(2).run(spread_many, cases=[case])[0]
-    right = alone(length=32, **changes)
-    assert abs(wrong["train_loss"] - right["train_loss"].item()) > 1e-3
+    name = "model.blocks.0.attention.qkv.weight"
+    right = alone(length=32, **changes)[name].numpy()
+    assert abs(wrong[name] - right).max() > 0.01 * abs(right).max()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -76,7 +77,7 @@ def test_a_model_alone_is_a_ring_of_one_without_a_process_group():
         module = built(context=31, kv_heads=2, z_loss=0.01, attention=layout)
         found = {name: value.numpy() for name, value in step(module, batch(31)).items()}
         check(found, alone(**case), 1e-12)
-        tokens = batch(31)[0]
+        tokens = batch(30)[0]
         torch.testing.assert_close(
             module(tokens), built(context=31, kv_heads=2)(tokens), rtol=1e-12, atol=1e-12
         )
