@@ -2,15 +2,18 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stabilitykit.parallel.layout import IGNORED, LAYOUTS, Layout
+from stabilitykit.parallel.layout import IGNORED
 from stabilitykit.parallel.ring import ring_attention
 from stabilitykit.parallel.transport import Ring
+
+# In each process its own; or one ring of all, the tokens dealt out so. Flat: a command line names them all.
+Attending = Literal["local", "contiguous", "striped", "zigzag"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +36,7 @@ class GPTConfig:
     qk_layernorm: bool = False
     bias: bool = True
     dropout: float = 0.0
-    attention: Layout | Literal["local"] = "local"  # else one ring of all ranks, its tokens so dealt out
+    attention: Attending = "local"
 
     def __post_init__(self):
         for name in ("vocab_size", "context", "layers", "heads", "width", "mlp_ratio"):
@@ -51,10 +54,8 @@ class GPTConfig:
             raise ValueError(f"expected an even width per head for rope, got {self.head_width}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"expected dropout in [0, 1), got {self.dropout}")
-        if self.attention not in ("local", *LAYOUTS):
-            raise ValueError(
-                f"expected attention 'local' or a ring's {', '.join(LAYOUTS)}, got {self.attention!r}"
-            )
+        if self.attention not in get_args(Attending):
+            raise ValueError(f"expected attention {', '.join(get_args(Attending))}, got {self.attention!r}")
         if self.attention != "local" and self.dropout:
             raise ValueError(
                 f"expected dropout 0 with attention {self.attention!r} (a ring has none), got {self.dropout}"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from stabilitykit.gpt.corpus import Batches, Corpus, read_corpus, starts
-from stabilitykit.gpt.model import GPT, GPTConfig, loss
-from stabilitykit.parallel.layout import IGNORED, Layout, shard_batch
+from stabilitykit.gpt.model import GPT, Attending, GPTConfig, loss
+from stabilitykit.parallel.layout import IGNORED, shard_batch
 from stabilitykit.parallel.transport import Ring
 from stabilitykit.skiplist import SkipList
 
@@ -61,7 +61,7 @@ class GPTModule(pl.LightningModule):
         qk_layernorm: bool = False,
         bias: bool = True,
         dropout: float = 0.0,
-        attention: Layout | Literal["local"] = "local",
+        attention: Attending = "local",
         z_loss: float = 0.0,
         learning_rate: float = 1e-3,
         min_learning_rate_ratio: float = 0.1,
@@ -78,7 +78,7 @@ class GPTModule(pl.LightningModule):
         self.min_learning_rate_ratio, self.warmup_steps = min_learning_rate_ratio, warmup_steps
         self.decay_steps, self.betas, self.eps = decay_steps, betas, eps
         self.dropout, self.seed = dropout, seed
-        self.attention: Layout | Literal["local"] = attention
+        self.attention: Attending = attention
         self.model = GPT(
             GPTConfig(
                 vocab_size=vocab_size,
@@ -270,8 +270,7 @@ class TextData(pl.LightningDataModule):
 
     def _batches(self, half: Literal["train", "validation"], **how: Any) -> Batches:
         corpus, trainer = self.corpus, self.trainer
-        alone = trainer is None or self.spread
-        rank, world = (0, 1) if alone else (trainer.global_rank, trainer.world_size)
+        rank, world = (0, 1) if trainer is None or self.spread else (trainer.global_rank, trainer.world_size)
         assert corpus is not None, "setup() comes first"
         return Batches(
             getattr(corpus, half),

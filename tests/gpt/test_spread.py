@@ -100,7 +100,7 @@ def test_tokens_without_positions_and_too_many_tokens_are_named_on_every_rank():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention": "diagonal"}, "'local' or a ring's contiguous, striped, zigzag, got 'diagonal'"),
+        ({"attention": "diagonal"}, "attention local, contiguous, striped, zigzag, got 'diagonal'"),
         ({"attention": "striped", "dropout": 0.1}, "dropout 0 with attention 'striped' .*, got 0.1"),
     ],
 )
