@@ -37,8 +37,9 @@ def check(found, expected, bound):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", TIGHT)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(2, torch.float64), (2, torch.float32), (3, torch.float64)], ids=str
+)
 def test_n_ranks_have_one_ranks_loss_and_gradients(world, layout, dtype):
     cases = [{"attention": layout, "dtype": dtype, **case} for case in CASES.values()]
     told = ranks(world).run(spread_many, cases=cases)
