@@ -3,15 +3,19 @@
 import logging
 import os
 import sys
+import time
 import traceback
 import warnings
 from typing import Any
 
 from stabilitykit.records import one_line
 
+_SPOKEN_S = 60.0  # by then the first rank, however busy the machine, has said what it found
+
 
 def fit(argv: list[str]) -> int:
     """Trains from a recipe; ends with what was seen, what it cost and where the report lies."""
+    launcher = os.getppid()  # the first rank, where this process is a further one
     # Two of Lightning's own deprecations; nothing the user can mend.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
@@ -46,9 +50,11 @@ def fit(argv: list[str]) -> int:
     try:
         cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.config.ckpt_path)
     except MisconfigurationException as problem:
+        _defer(cli.trainer, launcher)
         raise ValueError(one_line(problem)) from problem
     except ValueError:
         if cli.trainer.global_step == started:
+            _defer(cli.trainer, launcher)
             raise
         # Training was under way: the place it failed at is what the user needs.
         traceback.print_exc()
@@ -56,6 +62,17 @@ def fit(argv: list[str]) -> int:
     finally:
         _close(cli.trainer)
     return 0
+
+
+def _defer(trainer: Any, launcher: int) -> None:
+    """On a further rank, ends the process when the one that started it has: one recipe, one error line."""
+    if trainer.local_rank == 0:
+        return
+    deadline = time.monotonic() + _SPOKEN_S
+    while time.monotonic() < deadline:
+        if os.getppid() != launcher:
+            raise SystemExit(2)
+        time.sleep(0.1)
 
 
 def _drop_wandb_without_login(trainer: Any) -> None:

@@ -16,11 +16,12 @@ import yaml
 
 from stabilitykit.cli import main
 from stabilitykit.gpt.module import GPTModule
-from stabilitykit.runlog import find_folder, read_records
+from stabilitykit.runlog import find_folder, read_meta, read_records
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
-ON_A_CPU = [recipe for recipe in RECIPES if recipe.stem != "gpt2-124m"]
+LONG = [ROOT / f"recipes/gpt-long-{kind}.yaml" for kind in ("ring", "striped")]
+ON_A_CPU = [recipe for recipe in RECIPES if recipe.stem != "gpt2-124m" and recipe not in LONG]
 
 
 def short(folder, steps, *more):
@@ -56,6 +57,42 @@ def test_a_recipe_runs(recipe, tmp_path, capsys, monkeypatch):
     layers = records.of("attention")[0].detail["layers"]
     assert len(layers) >= 4
     assert all(row["dtype"] == "bfloat16" for row in layers.values())
+
+
+def test_the_long_recipes_differ_in_how_tokens_are_dealt_out_and_in_nothing_else():
+    ring, striped = (yaml.safe_load(recipe.read_text()) for recipe in LONG)
+    assert ring["model"]["init_args"].pop("attention") == "contiguous"
+    assert striped["model"]["init_args"].pop("attention") == "striped"
+    assert ring == striped
+    assert ring["trainer"]["devices"] == 2
+    assert ring["data"]["init_args"]["context"] >= 4096
+
+
+def run(command, folder, recipe, steps, *more):
+    """A command that starts its own further rank, finished."""
+    argv = [sys.executable, *command, "fit", "--config", str(recipe), *short(folder, steps, *more)]
+    return subprocess.run(argv, capture_output=True, text=True, cwd=folder, timeout=500, env=os.environ)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", LONG, ids=lambda path: path.stem)
+def test_one_command_starts_both_ranks_and_one_of_them_reports(recipe, tmp_path):
+    done = run(["-m", "stabilitykit.cli"], tmp_path, recipe, 3, "--trainer.limit_val_batches=1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("report: ") == 1
+    assert f"report: {tmp_path}/stability/report.html" in done.stdout
+    assert [record.step for record in read_records(tmp_path / "stability").of("loss")] == [0, 1, 2]
+    assert read_meta(tmp_path / "stability")["devices"]["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_a_mistake_that_both_ranks_find_is_told_once(tmp_path):
+    script = str(Path(sys.executable).with_name("stabilitykit"))
+    done = run([script], tmp_path, LONG[1], 3, "--data.init_args.path=nowhere")
+    assert done.returncode == 2
+    assert done.stderr.count("error") == 1
+    assert "stabilitykit: error: expected a corpus at nowhere, got no such file or folder" in done.stderr
+    assert "report" not in done.stdout
 
 
 def gpt2_124m():

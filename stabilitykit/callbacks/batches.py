@@ -100,7 +100,8 @@ class BadBatches:
 
 def _joined(parts: list[list[Any] | None]) -> list[Any] | None:
     known = [part for part in parts if part is not None]
-    return [item for part in known for item in part] if known else None
+    # Once each: where ranks share out sequences, all of them read the same.
+    return list(dict.fromkeys(item for part in known for item in part)) if known else None
 
 
 def _ids(batch: _Batch, loader: Any) -> list[Any] | None:

@@ -151,7 +151,8 @@ class PrecursorMonitor(Monitor):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Whatever failed, nothing stays in place."""
-        self._close()
+        if hasattr(self, "run"):  # not if the data's setup failed, before this one's
+            self._close()
         super().on_exception(trainer, pl_module, exception)
 
     def _close_forward(self) -> None:

@@ -1,12 +1,19 @@
-"""A GPT decoder: pre-LN, SDPA attention, rotary or learned positions, GPT-2 init; and its loss."""
+"""A GPT decoder: pre-LN, SDPA or ring attention, rotary or learned positions, GPT-2 init; and its loss."""
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from stabilitykit.parallel.layout import IGNORED
+from stabilitykit.parallel.ring import ring_attention
+from stabilitykit.parallel.transport import Ring
+
+# In each process its own; or one ring of all, the tokens dealt out so. Flat: a command line names them all.
+Attending = Literal["local", "contiguous", "striped", "zigzag"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +36,7 @@ class GPTConfig:
     qk_layernorm: bool = False
     bias: bool = True
     dropout: float = 0.0
+    attention: Attending = "local"
 
     def __post_init__(self):
         for name in ("vocab_size", "context", "layers", "heads", "width", "mlp_ratio"):
@@ -46,6 +54,12 @@ class GPTConfig:
             raise ValueError(f"expected an even width per head for rope, got {self.head_width}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"expected dropout in [0, 1), got {self.dropout}")
+        if self.attention not in get_args(Attending):
+            raise ValueError(f"expected attention {', '.join(get_args(Attending))}, got {self.attention!r}")
+        if self.attention != "local" and self.dropout:
+            raise ValueError(
+                f"expected dropout 0 with attention {self.attention!r} (a ring has none), got {self.dropout}"
+            )
 
     @property
     def key_heads(self) -> int:
@@ -56,6 +70,15 @@ class GPTConfig:
     def head_width(self) -> int:
         """Numbers per head and token."""
         return self.width // self.heads
+
+    def admit(self, length: int) -> None:
+        """Nothing, for a sequence of `length` tokens, those of all ranks together.
+
+        Raises:
+            ValueError: more tokens than the context.
+        """
+        if length > self.context:
+            raise ValueError(f"expected at most {self.context} tokens (the context), got {length}")
 
 
 class Linear(nn.Linear):
@@ -76,7 +99,7 @@ class Linear(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention; over the tokens of all ranks, if so configured."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -98,14 +121,18 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if angles is not None:
             q, k = rotated(q, angles), rotated(k, angles)
-        attended = F.scaled_dot_product_attention(
-            q.to(v.dtype),
-            k.to(v.dtype),
-            v,
-            is_causal=True,
-            dropout_p=config.dropout if self.training else 0.0,
-            enable_gqa=key_heads != heads,
-        )
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        if config.attention == "local":
+            attended = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                is_causal=True,
+                dropout_p=config.dropout if self.training else 0.0,
+                enable_gqa=key_heads != heads,
+            )
+        else:
+            attended = ring_attention(q, k, v, layout=config.attention)
         return self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
 
 
@@ -172,49 +199,71 @@ class GPT(nn.Module):
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits [B, T, vocab_size] for tokens [B, T].
 
+        `positions`, int64 [T]: where in their sequences the tokens are, below the context; 0..T-1 if None.
+
         Raises:
-            ValueError: more tokens than the context.
+            ValueError: more tokens than the context, or no positions of tokens spread over ranks.
         """
-        length = tokens.shape[1]
-        if length > self.config.context:
-            raise ValueError(f"expected at most {self.config.context} tokens (the context), got {length}")
+        if positions is None:
+            positions = self._all_positions(tokens)
         x = self.tokens(tokens)
         angles = None
         if self.positions is None:
-            angles = rope_angles(length, self.config.head_width, tokens.device)
+            angles = rope_angles(positions, self.config.head_width)
         else:
-            x = x + self.positions(torch.arange(length, device=tokens.device))
+            x = x + self.positions(positions)
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x, angles)
         return self.head(self.norm(x))
 
+    def _all_positions(self, tokens: Tensor) -> Tensor:
+        self.config.admit(tokens.shape[1])
+        world = 1 if self.config.attention == "local" else Ring().world
+        if world > 1:
+            raise ValueError(
+                f"expected positions with attention {self.config.attention!r} over {world} ranks, got none"
+            )
+        return torch.arange(tokens.shape[1], device=tokens.device)
 
-def rope_angles(length: int, head_width: int, device: torch.device) -> Tensor:
-    """Float32 angles in radians, [length, head_width / 2] (arXiv 2104.09864, equation 15)."""
+
+def rope_angles(positions: Tensor, head_width: int) -> Tensor:
+    """Float32 angles in radians, [T, head_width / 2], of positions [T] (arXiv 2104.09864, equation 15)."""
     # Made anew in each forward, not kept in a buffer, which would be lost on the meta device.
-    rates = 10_000 ** (-torch.arange(0, head_width, 2, device=device) / head_width)
-    return torch.outer(torch.arange(length, device=device), rates)
+    rates = 10_000 ** (-torch.arange(0, head_width, 2, device=positions.device) / head_width)
+    return torch.outer(positions, rates)
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """The vectors x [..., T, D] with each pair (i, i + D/2) turned by its angle, in float32."""
-    first, second = x.float().chunk(2, dim=-1)
+    """The vectors x [..., T, D] with each pair (i, i + D/2) turned by its angle, in float32 at least."""
+    first, second = _wide(x).chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def loss(logits: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-    """The training loss and its cross-entropy part, in nats per token, computed in float32.
+def loss(
+    logits: Tensor, targets: Tensor, *, z_loss: float = 0.0, tokens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The training loss and its cross-entropy part, in nats per token, computed in float32 at least.
 
     The loss adds z_loss * mean(logsumexp(logits)^2) (PaLM, section 5; arXiv 2309.14322, section
-    3.1.2). Logits are [B, T, V], targets [B, T] int64.
+    3.1.2). Logits are [B, T, V], targets [B, T] int64. With `tokens`, how many targets not IGNORED there
+    are on all ranks, it is this rank's part of the means over them all: over the ranks it adds up.
     """
-    logits = logits.float()
-    cross_entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    logits, targets = _wide(logits).flatten(0, 1), targets.flatten()
+    if tokens is None:
+        cross_entropy = F.cross_entropy(logits, targets)
+    else:
+        cross_entropy = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") / tokens
     if not z_loss:
         return cross_entropy, cross_entropy
-    return cross_entropy + z_loss * logits.logsumexp(-1).square().mean(), cross_entropy
+    squares = logits.logsumexp(-1).square()
+    square = squares.mean() if tokens is None else squares.masked_fill(targets == IGNORED, 0).sum() / tokens
+    return cross_entropy + z_loss * square, cross_entropy
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

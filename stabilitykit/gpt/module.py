@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from stabilitykit.gpt.corpus import Batches, Corpus, read_corpus, starts
-from stabilitykit.gpt.model import GPT, GPTConfig, loss
+from stabilitykit.gpt.model import GPT, Attending, GPTConfig, loss
+from stabilitykit.parallel.layout import IGNORED, shard_batch
+from stabilitykit.parallel.transport import Ring
 from stabilitykit.skiplist import SkipList
 
 Batch = tuple[Tensor, Tensor]  # inputs and their next tokens, int64 [B, T] each
@@ -18,7 +20,8 @@ Batch = tuple[Tensor, Tensor]  # inputs and their next tokens, int64 [B, T] each
 class GPTModule(pl.LightningModule):
     """Trains a `GPT` with AdamW, linear warm-up and cosine decay of the learning rate.
 
-    Logs `train_loss` and `val_loss`: cross-entropy, in nats per token.
+    Logs `train_loss` and `val_loss`: cross-entropy, in nats per token. With `attention` a ring, all ranks
+    get the same batch and each works on its part of every sequence; the losses are those of the whole.
 
     Args:
         vocab_size: Size of the vocabulary; 256 for bytes.
@@ -32,6 +35,8 @@ class GPTModule(pl.LightningModule):
         qk_layernorm: Whether queries and keys are normalised (arXiv 2302.05442).
         bias: Whether projections and LayerNorms have a bias.
         dropout: Probability, of embeddings, attention, and both branches of a block.
+        attention: "local"; or across ranks, each with a part of every sequence, "contiguous" (Ring
+            Attention), "striped" (Striped Attention) or "zigzag".
         z_loss: Weight of mean(logsumexp^2) in the loss.
         learning_rate: Its peak, at the end of the warm-up.
         min_learning_rate_ratio: Its end, as a part of the peak.
@@ -56,6 +61,7 @@ class GPTModule(pl.LightningModule):
         qk_layernorm: bool = False,
         bias: bool = True,
         dropout: float = 0.0,
+        attention: Attending = "local",
         z_loss: float = 0.0,
         learning_rate: float = 1e-3,
         min_learning_rate_ratio: float = 0.1,
@@ -72,6 +78,7 @@ class GPTModule(pl.LightningModule):
         self.min_learning_rate_ratio, self.warmup_steps = min_learning_rate_ratio, warmup_steps
         self.decay_steps, self.betas, self.eps = decay_steps, betas, eps
         self.dropout, self.seed = dropout, seed
+        self.attention: Attending = attention
         self.model = GPT(
             GPTConfig(
                 vocab_size=vocab_size,
@@ -85,12 +92,13 @@ class GPTModule(pl.LightningModule):
                 qk_layernorm=qk_layernorm,
                 bias=bias,
                 dropout=dropout,
+                attention=attention,
             )
         )
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, T, vocab_size] for tokens [B, T]."""
-        return self.model(tokens)
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits [B, T, vocab_size] for tokens [B, T]; positions as `GPT` takes them."""
+        return self.model(tokens, positions)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Makes dropout a function of (seed, batch, rank): a resume or a replay is exact."""
@@ -100,17 +108,30 @@ class GPTModule(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The training loss of one batch."""
-        inputs, targets = batch
-        self.loss_tokens = targets.numel()  # what the loss is the mean of
-        total, cross_entropy = loss(self.model(inputs), targets, z_loss=self.z_loss)
-        self.log("train_loss", cross_entropy, prog_bar=True)
+        total, cross_entropy = self._losses(batch, self.z_loss)
+        self.log("train_loss", cross_entropy, prog_bar=True, sync_dist=self.attention != "local")
         return total
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Logs the cross-entropy of one batch."""
-        inputs, targets = batch
-        _, cross_entropy = loss(self.model(inputs), targets)
+        _, cross_entropy = self._losses(batch)
         self.log("val_loss", cross_entropy, prog_bar=True, sync_dist=True)
+
+    def _losses(self, batch: Batch, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+        inputs, targets = batch
+        if self.attention == "local":
+            self.loss_tokens = targets.numel()  # what the loss is the mean of
+            return loss(self.model(inputs), targets, z_loss=z_loss)
+        self.model.config.admit(inputs.shape[1])
+        ring, tokens = Ring(), (targets != IGNORED).sum()
+        part = shard_batch(inputs, targets, ring.rank, ring.world, self.attention)
+        positions = part.positions[0].masked_fill(~part.mask[0], 0)  # padding may lie beyond the context
+        total, cross_entropy = loss(
+            self.model(part.tokens, positions), part.targets, z_loss=z_loss, tokens=tokens
+        )
+        # DDP takes the mean of the ranks' gradients, Lightning and LossMonitor that of their losses.
+        self.loss_tokens = tokens / ring.world
+        return ring.world * total, ring.world * cross_entropy
 
     def configure_optimizers(self) -> Any:
         """AdamW in two groups, and the schedule, stepped with the optimizer.
@@ -156,7 +177,7 @@ class TextData(pl.LightningDataModule):
 
     Args:
         path: Text (file or folder) or nanoGPT-style .bin tokens; none: Python's standard library.
-        batch_size: Sequences per batch and rank.
+        batch_size: Sequences per batch and rank; where the model spreads each over the ranks, per batch.
         context: Tokens per sequence.
         seed: Of the draw of batches.
         validation_batches: Batches of the validation half, the same each time.
@@ -192,6 +213,7 @@ class TextData(pl.LightningDataModule):
         self.batch_size, self.context = batch_size, context
         self.validation_batches, self.validation_fraction = validation_batches, validation_fraction
         self.corpus: Corpus | None = None
+        self.spread = False  # each sequence over all ranks, which then read the same batches
         self.skip_list = skip_list
         self.skipped: frozenset[Any] = frozenset() if skip_list is None else SkipList.read(skip_list).samples
         if strange := [sample for sample in self.skipped if not isinstance(sample, int)]:
@@ -220,7 +242,9 @@ class TextData(pl.LightningDataModule):
         starts(self.corpus.train, self.context)
         starts(self.corpus.validation, self.context)
         if self.trainer is not None and isinstance(self.trainer.lightning_module, GPTModule):
-            self._match(self.trainer.lightning_module.model.config, self.corpus)
+            config = self.trainer.lightning_module.model.config
+            self._match(config, self.corpus)
+            self.spread = config.attention != "local"
 
     def _match(self, config: GPTConfig, corpus: Corpus) -> None:
         if config.context < self.context:
@@ -246,6 +270,7 @@ class TextData(pl.LightningDataModule):
 
     def _batches(self, half: Literal["train", "validation"], **how: Any) -> Batches:
         corpus, trainer = self.corpus, self.trainer
+        rank, world = (0, 1) if trainer is None or self.spread else (trainer.global_rank, trainer.world_size)
         assert corpus is not None, "setup() comes first"
         return Batches(
             getattr(corpus, half),
@@ -253,7 +278,7 @@ class TextData(pl.LightningDataModule):
             batch_size=self.batch_size,
             context=self.context,
             vocab_size=corpus.vocab_size,
-            rank=trainer.global_rank if trainer else 0,
-            world=trainer.world_size if trainer else 1,
+            rank=rank,
+            world=world,
             **how,
         )
