@@ -1,6 +1,7 @@
 """What the ring's layouts cost on this machine, beside the work model and other people's rings."""
 
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -8,13 +9,14 @@ from typing import Any
 
 from stabilitykit.bench.ring_ranks import TILE, WAYS, measured, watched_rounds
 from stabilitykit.bench.steps import row
-from stabilitykit.parallel.balance import Balance, balance, balance_of, work
+from stabilitykit.parallel.balance import balance_of, work
 from stabilitykit.parallel.launch import on_ranks
-from stabilitykit.parallel.layout import LAYOUTS, Layout, padded_length, runs
+from stabilitykit.parallel.layout import LAYOUTS, Layout, runs
 from stabilitykit.parallel.peers import PEERS
 from stabilitykit.parallel.tiles import parts
 
 Row = dict[str, Any]
+Rounds = Sequence[Sequence[float]]  # [round][rank]
 
 PAIRS = 9
 CRITICAL_RANKS = (4, 8)  # of the critical path, beside --ranks
@@ -36,6 +38,7 @@ def ring_bench(rounds: int = PAIRS, *, ranks: int = 2, tokens: int = 16384) -> l
     - `LAYOUT_over_contiguous_...`: wall time of contiguous over LAYOUT's, by interleaved pair; the limit is
       what attention alone can gain. Left out where ranks share a core: all their work then adds up.
     - `tiles_N_ranks/LAYOUT`: critical path of contiguous over LAYOUT's in counted tiles; limit: predicted.
+      `.../off`: the most that any rank and round is off the prediction, in tiles.
     - `critical_path_N_ranks/LAYOUT`: the same in CPU seconds, each round as long as its busiest rank; the
       limit is the work model by tile with `MERGED_ROW`.
     - `..._over_ours_forward`: a peer's wall time over ours. ring-attention-pytorch is optional
@@ -44,7 +47,7 @@ def ring_bench(rounds: int = PAIRS, *, ranks: int = 2, tokens: int = 16384) -> l
     - `peak_memory/N_tokens`: MiB of one rank, forward and backward; limit: linear from the first.
 
     Raises:
-        ValueError: ranks or rounds below 1, or tokens that 8 * ranks (of any N here) does not divide.
+        ValueError: ranks or rounds below 1, or tokens that 8 * any N here does not divide.
     """
     worlds = sorted({ranks, *CRITICAL_RANKS})
     _check(rounds, ranks, tokens, worlds)
@@ -92,21 +95,28 @@ def memory_rows(peaks: dict[int, int]) -> list[Row]:
 
 
 def tile_rows(per_rank: Sequence[dict[str, Any]], world: int, tokens: int) -> list[Row]:
-    """Rows of the counted tiles of all ranks."""
-    block, tile = tokens // world, (TILE, TILE)
-    counted = {layout: _balance(per_rank, layout, "tiles").critical_path for layout in LAYOUTS}
+    """Rows of the counted tiles of all ranks; `.../off`: the most that a rank's round has too many or few."""
     predicted = {
-        layout: balance(layout, world, block, tile=tile, unit="tiles").critical_path for layout in LAYOUTS
+        layout: work(layout, world, tokens // world, tile=(TILE, TILE), unit="tiles") for layout in LAYOUTS
     }
-    return _gains(f"tiles_{world}_ranks", counted, predicted, "x fewer; limit: predicted")
+    counted = {layout: _rounds(per_rank, layout, "tiles") for layout in LAYOUTS}
+    off = max(
+        abs(a - b)
+        for layout in LAYOUTS
+        for here, there in zip(counted[layout], predicted[layout], strict=True)
+        for a, b in zip(here, there, strict=True)
+    )
+    name = f"tiles_{world}_ranks"
+    return [
+        *_gains(name, counted, predicted, "x fewer; limit: predicted"),
+        row(f"{name}/off", [off], "tiles of a rank and round", 0.0),
+    ]
 
 
 def critical_rows(per_rank: Sequence[dict[str, Any]], world: int, tokens: int) -> list[Row]:
     """Rows of the CPU seconds of all ranks."""
-    found = {layout: _balance(per_rank, layout, "seconds").critical_path for layout in LAYOUTS}
-    predicted = {
-        layout: balance_of(modelled(layout, world, tokens // world)).critical_path for layout in LAYOUTS
-    }
+    found = {layout: _rounds(per_rank, layout, "seconds") for layout in LAYOUTS}
+    predicted = {layout: modelled(layout, world, tokens // world) for layout in LAYOUTS}
     return _gains(f"critical_path_{world}_ranks", found, predicted, "x shorter; limit: the work model")
 
 
@@ -137,26 +147,28 @@ def _check(rounds: int, ranks: int, tokens: int, worlds: Sequence[int]) -> None:
     for name, value in (("rounds", rounds), ("ranks", ranks)):
         if value < 1:
             raise ValueError(f"expected --{name} >= 1, got {value}")
-    for world in worlds:
-        even = padded_length(tokens, 4 * world, "zigzag")  # a quarter of them is measured, too
-        if tokens != even:
-            raise ValueError(
-                f"expected --tokens that {8 * world} divides (of {world} ranks), got {tokens}: take {even}"
-            )
-
-
-def _balance(per_rank: Sequence[dict[str, Any]], layout: str, what: str) -> Balance:
-    return balance_of(list(zip(*(found[layout][what] for found in per_rank), strict=True)))
-
-
-def _gains(name: str, found: dict[Any, float], predicted: dict[Any, float], unit: str) -> list[Row]:
-    return [
-        row(
-            f"{name}/{layout}",
-            [found["contiguous"] / found[layout]],
-            unit,
-            predicted["contiguous"] / predicted[layout],
+    each = 8 * math.lcm(*worlds)  # zigzag halves a rank's tokens, and a quarter of them is measured, too
+    if tokens < each or tokens % each:
+        numbers = ", ".join(map(str, worlds))
+        even = max(1, -(-tokens // each)) * each
+        raise ValueError(
+            f"expected --tokens that {each} divides (8 times {numbers} ranks), got {tokens}; take {even}"
         )
+
+
+def _rounds(per_rank: Sequence[dict[str, Any]], layout: str, what: str) -> Rounds:
+    """[round][rank] of what each rank has by round."""
+    return list(zip(*(found[layout][what] for found in per_rank), strict=True))
+
+
+def _gains(name: str, found: dict[Layout, Rounds], predicted: dict[Layout, Rounds], unit: str) -> list[Row]:
+    """Critical path of contiguous over those of the others, beside the same as predicted."""
+    have, want = (
+        {layout: balance_of(rounds).critical_path for layout, rounds in paths.items()}
+        for paths in (found, predicted)
+    )
+    return [
+        row(f"{name}/{layout}", [have["contiguous"] / have[layout]], unit, want["contiguous"] / want[layout])
         for layout in LAYOUTS[1:]
     ]
 
