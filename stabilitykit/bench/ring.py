@@ -4,7 +4,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stabilitykit.bench.ring_ranks import TILE, WAYS, measured, watched_rounds
@@ -161,7 +161,7 @@ def _rounds(per_rank: Sequence[dict[str, Any]], layout: str, what: str) -> Round
     return list(zip(*(found[layout][what] for found in per_rank), strict=True))
 
 
-def _gains(name: str, found: dict[Layout, Rounds], predicted: dict[Layout, Rounds], unit: str) -> list[Row]:
+def _gains(name: str, found: Mapping[str, Rounds], predicted: Mapping[str, Rounds], unit: str) -> list[Row]:
     """Critical path of contiguous over those of the others, beside the same as predicted."""
     have, want = (
         {layout: balance_of(rounds).critical_path for layout, rounds in paths.items()}

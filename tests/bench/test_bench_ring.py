@@ -52,7 +52,7 @@ def test_ranks_as_the_model_has_them_are_at_ratio_1():
     right = {row["name"]: row for row in rows_of(ranks)}
     assert right.pop("tiles_4_ranks/off")["value"] == 0
     assert all(row["ratio"] == pytest.approx(1) and 1 < row["limit"] < 1.75 for row in right.values())
-    ranks[0]["striped"]["tiles"][1] += 1  # not the busiest rank: the critical path is the same
+    ranks[0]["contiguous"]["tiles"][1] += 1  # not the busiest rank: the critical path is the same
     ranks[3]["striped"]["seconds"][1] *= 1.5
     wrong = {row["name"]: row for row in rows_of(ranks)}
     assert wrong["tiles_4_ranks/striped"]["ratio"] == 1 and wrong["tiles_4_ranks/off"]["value"] == 1
