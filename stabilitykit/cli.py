@@ -210,7 +210,8 @@ def dashboard(argv: list[str]) -> int:
 def study(argv: list[str]) -> int:
     """Runs an experiment: claims with bands fixed before, numbers, figures."""
     parser = _parser("study", "An experiment: its claims, and with --out a page of its figures.")
-    parser.add_argument("what", type=str, choices=["deviation", "divergence"])
+    own = {"deviation": ("kernel",), "divergence": ("arms", "steps"), "ring": ()}
+    parser.add_argument("what", type=str, choices=list(own))
     parser.add_argument("--seeds", type=str, default="0,1,2", help="of inputs and initialisations, as 3,4,5")
     parser.add_argument(
         "--kernel", type=str, help="deviation: package.module:function of (q, k, v), beside ours"
@@ -224,7 +225,11 @@ def study(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     from stabilitykit.report.study import CLAIM_COLUMNS, claim_lines, write_study
 
-    found = _studied(args)
+    given = _given("study", args, own)
+    if "arms" in given:
+        given["arms"] = re.split(r",(?![^()]*\))", given["arms"])  # not at those of emulated(a=1,b=2)
+    run = getattr(import_module(f"stabilitykit.studies.{args.what}"), f"{args.what}_study")
+    found = run(seeds=_seeds(args.seeds), **given)
     document = found.to_json()
     if args.out is not None:
         print(write_study(Path(args.out), document, found.figures), file=sys.stderr)
@@ -238,20 +243,15 @@ def study(argv: list[str]) -> int:
     return 1 if any(claim["holds"] is False for claim in document["claims"]) else 0
 
 
-def _studied(args: Any) -> Any:
-    seeds = _seeds(args.seeds)
-    own = {"deviation": ("kernel",), "divergence": ("arms", "steps")}[args.what]
-    for name in ("kernel", "arms", "steps"):
-        if getattr(args, name) is not None and name not in own:
-            raise ValueError(f"expected of study {args.what} --{', --'.join(own)}, got --{name}")
-    if args.what == "deviation":
-        from stabilitykit.studies.deviation import deviation_study
-
-        return deviation_study(seeds=seeds, kernel=args.kernel)
-    from stabilitykit.studies.divergence import STEPS, divergence_study
-
-    arms = re.split(r",(?![^()]*\))", args.arms) if args.arms else ()  # not at those of emulated(a=1,b=2)
-    return divergence_study(seeds=seeds, steps=STEPS if args.steps is None else args.steps, arms=arms)
+def _given(command: str, args: Any, own: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Those of the options of its own that were given; another's is an error."""
+    names = sorted(name for some in own.values() for name in some)
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    for name in given:
+        if name not in own[args.what]:
+            mine = ", ".join(f"--{option}" for option in own[args.what]) or "no option of its own"
+            raise ValueError(f"expected of {command} {args.what} {mine}, got --{name}")
+    return given
 
 
 def _seeds(text: str) -> list[int]:
@@ -267,25 +267,27 @@ def bench(argv: list[str]) -> int:
         "overhead": ("overhead:overhead",),
         "attention": ("attention:attention", "watching:watching_cost"),
         "wasserstein": ("wasserstein:wasserstein_bench",),
+        "ring": ("ring:ring_bench",),
         "detector": ("detector:detector",),
     }
+    own: dict[str, tuple[str, ...]] = {**dict.fromkeys(benches, ()), "detector": ("data",)}
+    own["ring"] = ("ranks", "tokens")
     parser = _parser("bench", "What it costs: one row per figure, ratio = value / limit.")
     parser.add_argument("what", type=str, choices=list(benches))
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved repetitions")
-    parser.add_argument("--data", type=str, help="detector: a folder of labelled curves, as tests/data")
+    parser.add_argument("--rounds", type=int, help="interleaved repetitions (default: 5; ring: 9)")
+    parser.add_argument("--data", type=Path, help="detector: a folder of labelled curves, as tests/data")
+    parser.add_argument("--ranks", type=int, help="ring: gloo processes to start (default: 2)")
+    parser.add_argument("--tokens", type=int, help="ring: of all ranks (default: 16384)")
     parser.add_argument("--format", type=str, choices=["table", "json"], default="table")
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        raise ValueError(f"expected --rounds >= 1, got {args.rounds}")
-    if args.data and args.what != "detector":
-        raise ValueError(f"expected --data with bench detector, got it with bench {args.what}")
-    options = {"data": Path(args.data)} if args.data else {}
+    rounds = args.rounds if args.rounds is not None else 9 if args.what == "ring" else 5
+    if rounds < 1:
+        raise ValueError(f"expected --rounds >= 1, got {rounds}")
+    given = _given("bench", args, own)
     results: list[dict[str, Any]] = []
     for place in benches[args.what]:
         module, _, function = place.partition(":")
-        results += getattr(import_module(f"stabilitykit.bench.{module}"), function)(
-            rounds=args.rounds, **options
-        )
+        results += getattr(import_module(f"stabilitykit.bench.{module}"), function)(rounds=rounds, **given)
     print(json.dumps({"results": results}) if args.format == "json" else table(results))
     return 0
 

@@ -338,3 +338,21 @@ def rows_off(rank, world, *, layout, draw, **options):
         return [list(x.shape) for x in (found[0].out, found[0].dq)]
     out, dq, *_ = (shard(x, rank, world, layout, 2)[:, :, rows] for x in exact_whole(draw=draw, **options))
     return [(x - y).abs().amax((1, 2, 3)).tolist() for x, y in ((found[0].out, out), (found[0].dq, dq))]
+
+
+def said_by(rank, world, *said):
+    """What it was told, and the sum of all ranks."""
+    summed = torch.tensor([rank])
+    dist.all_reduce(summed)
+    return rank, world, *said, summed
+
+
+def beside_torchs(rank, world, *, n):
+    """How far our out, dq, dk, dv are from those of torch's ring, of the largest entry."""
+    from stabilitykit.parallel.peers import torch_ring
+
+    qkv, grad = shards(rank, world, "zigzag", {"n": n, "dtype": torch.float32})
+    out = ring_attention(*qkv, layout="zigzag")
+    ours = [out.detach(), *torch.autograd.grad(out, qkv, grad)]
+    theirs = torch_ring()(*(x.detach() for x in qkv), grad)
+    return [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, theirs, strict=True)]

@@ -1,17 +1,15 @@
 """The paper's tables: its bound to the last printed digit, its overhead fitted and held out; and advice."""
 
-import csv
 import math
-from pathlib import Path
 
 import pytest
 
+from stabilitykit.parallel.published import printed
 from stabilitykit.parallel.speedup import (
     PAPER_MODELS,
     PAPER_OVERHEAD,
     Machine,
     Model,
-    Published,
     advice,
     expected_speedup,
     fit_overhead,
@@ -19,41 +17,29 @@ from stabilitykit.parallel.speedup import (
     speedup_errors,
 )
 
-DATA = Path(__file__).parents[1] / "data" / "striped_attention_speedups.csv"
-TABLE = list(csv.DictReader(DATA.read_text().splitlines()))
+TABLE = printed()
 A100, NVLINK, SLOW = Machine(150e12, 300e9, attention_cost=2), 300e9, 3e9
 TILE = (2048, 4096)
 
 
 def bound(row, **options):
-    ranks, cost = int(row["sequence_parallel"]), 2 if row["device"] == "A100" else 1
-    return max_speedup(PAPER_MODELS[row["model"]], int(row["tokens"]), ranks, attention_cost=cost, **options)
+    cost = row.attention_cost
+    return max_speedup(PAPER_MODELS[row.model], row.tokens, row.ranks, attention_cost=cost, **options)
 
 
 def published(*models):
-    rows = [row for row in TABLE if row["device"] == "A100" and row["model"] in models]
-    return [
-        Published(
-            model=PAPER_MODELS[row["model"]],
-            tokens=int(row["tokens"]),
-            ranks=int(row["sequence_parallel"]),
-            observed=float(row["observed"]),
-        )
-        for row in rows
-    ]
+    return [row.published for row in TABLE if row.device == "A100" and row.model in models]
 
 
 def test_all_99_theoretical_speedups_hold_to_two_decimals():
-    printed = {
-        (row["device"] == "A100", row["model"], row["sequence_parallel"], row["tokens"]): row for row in TABLE
-    }
+    printed = {(row.device == "A100", row.model, row.ranks, row.tokens): row for row in TABLE}
     assert len(printed) == 99
-    assert [row for row in TABLE if f"{bound(row):.2f}" != row["theoretical_max"]] == []
+    assert [row for row in TABLE if f"{bound(row):.2f}" != row.theoretical_max] == []
 
 
 @pytest.mark.parametrize(("constant", "wrong"), [(1.0, 100), (7 / 6, 50), (1.275, 0), (1.281, 0), (1.3, 5)])
 def test_the_constant_is_a_fit_and_a_narrow_one(constant, wrong):
-    missed = sum(f"{bound(row, constant=constant):.2f}" != row["theoretical_max"] for row in TABLE)
+    missed = sum(f"{bound(row, constant=constant):.2f}" != row.theoretical_max for row in TABLE)
     assert (missed == 0) if wrong == 0 else (missed >= wrong)
 
 
