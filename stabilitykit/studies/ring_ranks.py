@@ -1,6 +1,7 @@
 """What the ranks of the study of the ring compute, and how far it is from exact attention in one process."""
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,7 @@ def reference(dtype: torch.dtype, seed: int) -> list[Tensor]:
     return [exact_attention(q, k, v, causal=True)[0], *exact_attention_grad(q, k, v, grad_out, causal=True)]
 
 
+@cache
 def drawn(dtype: torch.dtype, seed: int, n: int = TOKENS) -> list[Tensor]:
     """q, k, v, grad_out of whole sequences, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
