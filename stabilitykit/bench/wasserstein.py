@@ -1,22 +1,20 @@
 """How long exact Wasserstein distances take, beside scipy and the fastest sort of this machine."""
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from scipy.stats import wasserstein_distance
-from torch import Tensor, multiprocessing
-from torch import distributed as dist
+from torch import Tensor
 
 from stabilitykit.bench.steps import row
 from stabilitykit.numerics.parts import wasserstein_sharded
 from stabilitykit.numerics.wasserstein import wasserstein
+from stabilitykit.parallel.launch import on_ranks
 
 SIZE = 10**7
 RANKS = 2
@@ -51,7 +49,7 @@ def wasserstein_bench(rounds: int = 3) -> list[dict[str, Any]]:
             started = time.perf_counter()
             found[name] = call()
             times[name].append(time.perf_counter() - started)
-    split = on_ranks(RANKS, [(full[0].chunk(RANKS), full[1].chunk(RANKS))])[0]
+    split = sharded(RANKS, [(full[0].chunk(RANKS), full[1].chunk(RANKS))])[0]
     return [
         _speed_up("float32", times, SPEED_UP_FLOAT32),
         _speed_up("bf16", times, SPEED_UP_16_BIT),
@@ -62,31 +60,21 @@ def wasserstein_bench(rounds: int = 3) -> list[dict[str, Any]]:
     ]
 
 
-def on_ranks(world: int, pairs: Sequence[Split], p: float = 1) -> list[float]:
+def sharded(world: int, pairs: Sequence[Split], p: float = 1) -> list[float]:
     """`wasserstein_sharded` of each pair on `world` gloo processes of this machine.
 
     Raises:
+        ValueError: ranks that found different distances.
         torch.multiprocessing.ProcessRaisedException: what a rank raised.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        for rank in range(world):
-            own = [(a[rank].clone(), b[rank].clone()) for a, b in pairs]  # a view would be saved whole
-            torch.save(own, Path(folder) / f"parts{rank}.pt")
-        multiprocessing.spawn(_rank, (world, folder, p), nprocs=world)  # pyright: ignore[reportPrivateImportUsage]  torch documents it
-        return torch.load(Path(folder) / "found.pt")
-
-
-def _rank(rank: int, world: int, folder: str, p: float) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    pairs = torch.load(Path(folder) / f"parts{rank}.pt")
-    found = [wasserstein_sharded(a, b, p=p) for a, b in pairs]
-    everywhere = [torch.empty(len(found), dtype=torch.float64) for _ in range(world)]
-    dist.all_gather(everywhere, torch.tensor(found, dtype=torch.float64))
-    if any(not torch.equal(everywhere[0], other) for other in everywhere):
+    everywhere = on_ranks(world, _of_rank, list(pairs), p)
+    if any(found != everywhere[0] for found in everywhere):
         raise ValueError(f"expected one distance on all ranks, got {everywhere}")
-    if rank == 0:
-        torch.save(found, Path(folder) / "found.pt")
-    dist.destroy_process_group()
+    return everywhere[0]
+
+
+def _of_rank(rank: int, world: int, pairs: Sequence[Split], p: float) -> list[float]:
+    return [wasserstein_sharded(a[rank], b[rank], p=p) for a, b in pairs]
 
 
 def _scipy(a: Tensor, b: Tensor) -> float:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import distributed as dist
 
-from stabilitykit.bench.wasserstein import on_ranks
+from stabilitykit.bench.wasserstein import sharded
 from stabilitykit.numerics import parts
 from stabilitykit.numerics.parts import wasserstein_sharded, wasserstein_streamed
 from stabilitykit.numerics.wasserstein import wasserstein
@@ -53,14 +53,14 @@ def split(tensor, world, seed):
 def test_sharded_is_whole(world, p):
     shards = [(split(a, world, 1), split(b, world, 2)) for a, b in pairs()]
     expected = [wasserstein(a, b, p) for a, b in pairs()]
-    assert on_ranks(world, shards, p) == pytest.approx(expected, rel=1e-12)
+    assert sharded(world, shards, p) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.slow
 def test_what_one_rank_holds_is_refused_on_all_of_them():
     bad = [[torch.tensor([1.0, math.nan]), torch.ones(3)], [torch.ones(2), torch.ones(3)]]
     with pytest.raises(Exception, match="got 1 non-finite of 5 in a"):
-        on_ranks(2, [(bad[0], bad[1])])
+        sharded(2, [(bad[0], bad[1])])
 
 
 @pytest.mark.parametrize("p", [1, 2])
