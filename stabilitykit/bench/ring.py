@@ -135,8 +135,8 @@ def modelled(layout: Layout, world: int, block: int) -> list[list[float]]:
 def merged_rows(layout: Layout, world: int, block: int, rank: int, hop: int) -> int:
     """Rows of all kernel calls of one round of a rank.
 
-    >>> [merged_rows("contiguous", 2, 2048, 1, hop) for hop in (0, 1)]  # three tiles, then two rows of them
-    [3072, 2048]
+    >>> [merged_rows("contiguous", 2, 2048, 1, hop) for hop in (0, 1)]  # a triangle, then two rows of tiles
+    [2048, 2048]
     """
     mine, theirs = (runs(world * block, r % world, world, layout) for r in (rank, rank - hop))
     calls = parts(mine, theirs, causal=True, window=None, tile=TILE, counted=Counter())

@@ -76,7 +76,12 @@ def parts(
     for q, rows_from in zip(q_runs, _starts(q_runs), strict=True):
         for k, keys_from in zip(k_runs, _starts(k_runs), strict=True):
             seen = band(q, k, causal=causal, window=window)
-            for part in _pair(seen, q.length, k.length, tile, counted):
+            pair = list(_pair(seen, q.length, k.length, tile, counted))
+            square = slice(0, q.length), slice(0, k.length)
+            if pair and kept is None and q.length == k.length and _causal(seen, *square):
+                # The whole triangle in one call, which merges each row once.
+                pair = [_edge(seen, *square)]
+            for part in pair:
                 moved = Part(_moved(part.rows, rows_from), _moved(part.keys, keys_from), *part[2:])
                 if kept is None:
                     yield moved
@@ -105,13 +110,18 @@ def _pair(seen: Band, n_rows: int, n_keys: int, tile: int, counted: Tiles) -> It
 
 def _edge(seen: Band, rows: slice, keys: slice) -> Part:
     """A tile that the band's edge crosses; where it can be, a causal call instead of a mask."""
-    shift = seen.high + rows.start - keys.start
-    if seen.low <= keys.start - rows.stop + 1 and shift in (0, -1):
+    if _causal(seen, rows, keys):
+        shift = seen.high + rows.start - keys.start
         # Kernels give a row without keys lse 0: the first row of an excluded diagonal is left out.
         rows = slice(rows.start - shift, rows.stop)
         return Part(rows, slice(keys.start, min(keys.stop, keys.start + rows.stop - rows.start)), True)
     a, b = torch.arange(rows.start, rows.stop)[:, None], torch.arange(keys.start, keys.stop)
     return Part(rows, keys, mask=(b >= a + seen.low) & (b <= a + seen.high))
+
+
+def _causal(seen: Band, rows: slice, keys: slice) -> bool:
+    """Whether the rows see the keys up to the diagonal from their top left, or to the one below it."""
+    return seen.low <= keys.start - rows.stop + 1 and seen.high + rows.start - keys.start in (0, -1)
 
 
 def _masked(part: Part, kept: Callable[[slice, slice], Tensor], tile: int, counted: Tiles) -> Iterator[Part]:
