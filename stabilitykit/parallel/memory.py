@@ -1,5 +1,6 @@
 """The most memory that a piece of work holds at once, beyond what was there before it."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
         work()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it says of each profile on stderr that it began
     with profile(profile_memory=True) as profiler:
         work()
     recorded: Any = profiler  # the stubs of its events do not list nbytes
