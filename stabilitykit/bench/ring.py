@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stabilitykit.bench.ring_ranks import TILE, WAYS, measured, watched_rounds
+from stabilitykit.bench.ring_ranks import TILE, WAYS, counted_rounds, measured, seconds_alone
 from stabilitykit.bench.steps import row
 from stabilitykit.parallel.balance import balance_of, work
 from stabilitykit.parallel.launch import on_ranks
@@ -24,9 +24,8 @@ PEER_LIMITS = {"torch_ring": 1.0, "ring_attention_pytorch": 3.0}
 AGREEMENT = 2e-6  # float32: each within 1e-6 of the exact result
 # Rows and keys by which torch's CPU kernel leaves out what its own causal mask hides.
 GRANULE = (256, 512)
-# What a row of a kernel call costs beside its scores, in scores: merge_part 15, the rest the call itself
-# and the second sum of a watched call. By time.thread_time on one core of an x86 CPU, one process; least
-# squares on the rounds of 2 ranks (4096 to 16384 tokens) gave 17. The rows of 4 and 8 ranks had no say.
+# What a row of a kernel call costs beside its scores, in scores: merge_part 15 to 25, the rest the call
+# itself. By time.thread_time on one core of an x86 CPU, one process, nothing else running.
 MERGED_ROW = 20.0
 
 _LOG = logging.getLogger(__name__)
@@ -39,8 +38,8 @@ def ring_bench(rounds: int = PAIRS, *, ranks: int = 2, tokens: int = 16384) -> l
       what attention alone can gain. Left out where ranks share a core: all their work then adds up.
     - `tiles_N_ranks/LAYOUT`: critical path of contiguous over LAYOUT's in counted tiles; limit: predicted.
       `.../off`: the most that any rank and round is off the prediction, in tiles.
-    - `critical_path_N_ranks/LAYOUT`: the same in CPU seconds, each round as long as its busiest rank; the
-      limit is the work model by tile with `MERGED_ROW`.
+    - `critical_path_N_ranks/LAYOUT`: the same in CPU seconds, each rank's rounds timed with the machine to
+      themselves, a round as long as its busiest rank; limit: the work model by tile with `MERGED_ROW`.
     - `..._over_ours_forward`: a peer's wall time over ours. ring-attention-pytorch is optional
       (`parallel.peers` tells how to install it); of a missing peer there is no row, and a warning says so.
     - `torch_ring_agreement`: largest relative difference of out, dq, dk, dv from torch's own ring.
@@ -56,8 +55,8 @@ def ring_bench(rounds: int = PAIRS, *, ranks: int = 2, tokens: int = 16384) -> l
         _LOG.warning("stabilitykit: no rows of %s: %s", peer, why)
     rows = [*wall_rows(times, ranks), *agreement_rows(agreement), *memory_rows(peaks)]
     for world in worlds:
-        per_rank = on_ranks(world, watched_rounds, tokens)
-        rows += [*tile_rows(per_rank, world, tokens), *critical_rows(per_rank, world, tokens)]
+        rows += tile_rows(on_ranks(world, counted_rounds, tokens), world, tokens)
+        rows += critical_rows(on_ranks(1, seconds_alone, world, tokens)[0], world, tokens)
     return rows
 
 
@@ -94,12 +93,14 @@ def memory_rows(peaks: dict[int, int]) -> list[Row]:
     ]
 
 
-def tile_rows(per_rank: Sequence[dict[str, Any]], world: int, tokens: int) -> list[Row]:
+def tile_rows(per_rank: Sequence[dict[str, list[int]]], world: int, tokens: int) -> list[Row]:
     """Rows of the counted tiles of all ranks; `.../off`: the most that a rank's round has too many or few."""
     predicted = {
         layout: work(layout, world, tokens // world, tile=(TILE, TILE), unit="tiles") for layout in LAYOUTS
     }
-    counted = {layout: _rounds(per_rank, layout, "tiles") for layout in LAYOUTS}
+    counted: dict[str, Rounds] = {
+        layout: list(zip(*(found[layout] for found in per_rank), strict=True)) for layout in LAYOUTS
+    }
     off = max(
         abs(a - b)
         for layout in LAYOUTS
@@ -113,9 +114,8 @@ def tile_rows(per_rank: Sequence[dict[str, Any]], world: int, tokens: int) -> li
     ]
 
 
-def critical_rows(per_rank: Sequence[dict[str, Any]], world: int, tokens: int) -> list[Row]:
-    """Rows of the CPU seconds of all ranks."""
-    found = {layout: _rounds(per_rank, layout, "seconds") for layout in LAYOUTS}
+def critical_rows(found: Mapping[str, Rounds], world: int, tokens: int) -> list[Row]:
+    """Rows of the CPU seconds of all rounds and ranks."""
     predicted = {layout: modelled(layout, world, tokens // world) for layout in LAYOUTS}
     return _gains(f"critical_path_{world}_ranks", found, predicted, "x shorter; limit: the work model")
 
@@ -154,11 +154,6 @@ def _check(rounds: int, ranks: int, tokens: int, worlds: Sequence[int]) -> None:
         raise ValueError(
             f"expected --tokens that {each} divides (8 times {numbers} ranks), got {tokens}; take {even}"
         )
-
-
-def _rounds(per_rank: Sequence[dict[str, Any]], layout: str, what: str) -> Rounds:
-    """[round][rank] of what each rank has by round."""
-    return list(zip(*(found[layout][what] for found in per_rank), strict=True))
 
 
 def _gains(name: str, found: Mapping[str, Rounds], predicted: Mapping[str, Rounds], unit: str) -> list[Row]:

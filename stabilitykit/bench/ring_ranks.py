@@ -1,6 +1,9 @@
 """What one rank of the ring's bench does; free of Lightning, so that many ranks start fast."""
 
+import itertools
+import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,13 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stabilitykit.parallel.call import watched
-from stabilitykit.parallel.layout import LAYOUTS, Layout
+from stabilitykit.parallel.kernel import kernel_for
+from stabilitykit.parallel.layout import LAYOUTS, Layout, runs
 from stabilitykit.parallel.memory import peak_bytes
 from stabilitykit.parallel.peers import PEERS
-from stabilitykit.parallel.ring import ring_attention
+from stabilitykit.parallel.ring import merge_part, ring_attention
+from stabilitykit.parallel.tiles import parts
 
 HEADS, HEAD_DIM, TILE = 4, 64, 1024  # one sequence in float32; the tile is ring_attention's own
-REPEATS = 5  # of a watched call; the fastest counts, whatever else runs only adds
+REPEATS = 3  # of a rank's rounds; the fastest counts, whatever else runs only adds
 WAYS = ("forward", "forward_backward")
 
 
@@ -40,21 +45,47 @@ def measured(rank: int, world: int, tokens: int, rounds: int) -> tuple[Any, ...]
     return times, agreement, peaks, missing
 
 
-def watched_rounds(rank: int, world: int, tokens: int) -> dict[str, Any]:
-    """On a rank, per layout and round: tiles computed, and CPU seconds of the fastest repeat."""
+def counted_rounds(rank: int, world: int, tokens: int) -> dict[str, list[int]]:
+    """On a rank, per layout: tiles computed in each round of a real call."""
     q, k, v, _ = _drawn(rank, tokens // world)
-    logs: dict[str, list[Any]] = {layout: [] for layout in LAYOUTS}
-    for _ in range(REPEATS):
+    calls: list[Any] = []
+    with watched(calls.append):
         for layout in LAYOUTS:
-            with watched(lambda call, layout=layout: logs[layout].append(call.log.forward)):
-                ring_attention(q, k, v, layout=layout, tile=TILE)
+            ring_attention(q, k, v, layout=layout, tile=TILE)
     return {
-        layout: {
-            "tiles": [this.tiles["full"] + this.tiles["partial"] for this in passes[0]],
-            "seconds": [min(this.work_s for this in hop) for hop in zip(*passes, strict=True)],
-        }
-        for layout, passes in logs.items()
+        layout: [this.tiles["full"] + this.tiles["partial"] for this in call.log.forward]
+        for layout, call in zip(LAYOUTS, calls, strict=True)
     }
+
+
+def seconds_alone(_rank: int, _world: int, world: int, tokens: int) -> dict[str, list[list[float]]]:
+    """Per layout CPU seconds of each round and rank, [round][rank], each timed with the machine to itself.
+
+    Ranks that work at once share caches and cores, which an idle rank leaves to the others: their times
+    would tell of the machine. The fastest of `REPEATS`.
+    """
+    q, k, v, _ = _drawn(0, tokens // world)
+    found = {layout: [[math.inf] * world for _ in range(world)] for layout in LAYOUTS}
+    for _ in range(REPEATS):
+        for layout, rank in itertools.product(LAYOUTS, range(world)):
+            out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=torch.float64)
+            for hop in range(world):
+                seconds = _round_alone(layout, world, rank, hop, q, k, v, out, lse)
+                found[layout][hop][rank] = min(found[layout][hop][rank], seconds)
+    return found
+
+
+def _round_alone(
+    layout: Layout, world: int, rank: int, hop: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> float:
+    """The work of one round as ring_attention does it: the same calls, the same merging."""
+    kernel, scale = kernel_for(q, v, "fused", masked=False), HEAD_DIM**-0.5
+    mine, theirs = (runs(world * q.shape[2], r % world, world, layout) for r in (rank, rank - hop))
+    began = time.thread_time()
+    for part in parts(mine, theirs, causal=True, window=None, tile=TILE, counted=Counter()):
+        at, keys = (slice(None), slice(None), part.rows), (slice(None), slice(None), part.keys)
+        merge_part(out[at], lse[at], *kernel.forward(q[at], k[keys], v[keys], part, scale))
+    return time.thread_time() - began
 
 
 def _drawn(rank: int, n: int) -> list[Tensor]:

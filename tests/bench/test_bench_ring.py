@@ -32,37 +32,32 @@ def test_ranks_that_share_a_core_have_no_wall_rows_and_it_is_said(monkeypatch, c
     assert "4 ranks share 2 cores" in caplog.text
 
 
-def counted(world, tokens, seconds=lambda x: x):
-    """What perfect ranks would report: the model's own tiles and work."""
-    tile = (bench.TILE, bench.TILE)
-    ranks = [{} for _ in range(world)]
-    for layout in LAYOUTS:
-        tiles = work(layout, world, tokens // world, tile=tile, unit="tiles")
-        model = bench.modelled(layout, world, tokens // world)
-        for rank in range(world):
-            ranks[rank][layout] = {
-                "tiles": [hop[rank] for hop in tiles],
-                "seconds": [seconds(hop[rank]) for hop in model],
-            }
-    return ranks
+def perfect(world, tokens):
+    """What perfect ranks would report: the model's own tiles, and seconds in proportion to its work."""
+    tile, block = (bench.TILE, bench.TILE), tokens // world
+    tiles = {layout: work(layout, world, block, tile=tile, unit="tiles") for layout in LAYOUTS}
+    ranks = [{layout: [hop[rank] for hop in tiles[layout]] for layout in LAYOUTS} for rank in range(world)]
+    models = {layout: bench.modelled(layout, world, block) for layout in LAYOUTS}
+    return ranks, {layout: [[2e-8 * x for x in hop] for hop in model] for layout, model in models.items()}
 
 
 def test_ranks_as_the_model_has_them_are_at_ratio_1():
-    ranks = counted(4, 32768, lambda x: x * 2e-8)
-    right = {row["name"]: row for row in rows_of(ranks)}
+    ranks, seconds = perfect(4, 32768)
+    right = rows_of(ranks, seconds)
     assert right.pop("tiles_4_ranks/off")["value"] == 0
     assert all(row["ratio"] == pytest.approx(1) and 1 < row["limit"] < 1.75 for row in right.values())
-    ranks[0]["contiguous"]["tiles"][1] += 1  # not the busiest rank: the critical path is the same
-    ranks[3]["striped"]["seconds"][1] *= 1.5
-    wrong = {row["name"]: row for row in rows_of(ranks)}
+    ranks[0]["contiguous"][1] += 1  # not the busiest rank: the critical path is the same
+    seconds["striped"][1][3] *= 1.5
+    wrong = rows_of(ranks, seconds)
     assert wrong["tiles_4_ranks/striped"]["ratio"] == 1 and wrong["tiles_4_ranks/off"]["value"] == 1
     assert wrong["tiles_4_ranks/off"]["ratio"] == 0
     assert wrong["critical_path_4_ranks/striped"]["ratio"] < 0.95
     assert wrong["critical_path_4_ranks/zigzag"] == right["critical_path_4_ranks/zigzag"]
 
 
-def rows_of(ranks):
-    return [*bench.tile_rows(ranks, 4, 32768), *bench.critical_rows(ranks, 4, 32768)]
+def rows_of(ranks, seconds):
+    rows = [*bench.tile_rows(ranks, 4, 32768), *bench.critical_rows(seconds, 4, 32768)]
+    return {row["name"]: row for row in rows}
 
 
 def test_the_model_by_hand():
