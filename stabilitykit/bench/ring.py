@@ -10,6 +10,7 @@ from typing import Any
 from stabilitykit.bench.ring_ranks import TILE, WAYS, counted_rounds, measured, seconds_alone
 from stabilitykit.bench.steps import row
 from stabilitykit.parallel.balance import balance_of, work
+from stabilitykit.parallel.kernel import GRANULE
 from stabilitykit.parallel.launch import on_ranks
 from stabilitykit.parallel.layout import LAYOUTS, Layout, runs
 from stabilitykit.parallel.peers import PEERS
@@ -23,7 +24,7 @@ CRITICAL_RANKS = (4, 8)  # of the critical path, beside --ranks
 PEER_LIMITS = {"torch_ring": 1.0, "ring_attention_pytorch": 3.0}
 AGREEMENT = 2e-6  # float32: each within 1e-6 of the exact result
 # Rows and keys by which torch's CPU kernel leaves out what its own causal mask hides.
-GRANULE = (256, 512)
+STEP = (256, GRANULE)
 # What a row of a kernel call costs beside its scores, in scores: merge_part 15 to 25, the rest the call
 # itself. By time.thread_time on one core of an x86 CPU, one process, nothing else running.
 MERGED_ROW = 20.0
@@ -122,7 +123,7 @@ def critical_rows(found: Mapping[str, Rounds], world: int, tokens: int) -> list[
 
 def modelled(layout: Layout, world: int, block: int) -> list[list[float]]:
     """Work of each round and rank, [round][rank], in scores: those computed, and what their rows cost."""
-    scores = work(layout, world, block, tile=GRANULE)
+    scores = work(layout, world, block, tile=STEP)
     return [
         [
             scores[hop][rank] + MERGED_ROW * merged_rows(layout, world, block, rank, hop)
@@ -139,7 +140,7 @@ def merged_rows(layout: Layout, world: int, block: int, rank: int, hop: int) -> 
     [2048, 2048]
     """
     mine, theirs = (runs(world * block, r % world, world, layout) for r in (rank, rank - hop))
-    calls = parts(mine, theirs, causal=True, window=None, tile=TILE, counted=Counter())
+    calls = parts(mine, theirs, causal=True, window=None, tile=TILE, granule=GRANULE, counted=Counter())
     return sum(call.rows.stop - call.rows.start for call in calls)
 
 

@@ -82,7 +82,8 @@ def _round_alone(
     kernel, scale = kernel_for(q, v, "fused", masked=False), HEAD_DIM**-0.5
     mine, theirs = (runs(world * q.shape[2], r % world, world, layout) for r in (rank, rank - hop))
     began = time.thread_time()
-    for part in parts(mine, theirs, causal=True, window=None, tile=TILE, counted=Counter()):
+    how: dict[str, Any] = {"causal": True, "window": None, "tile": TILE, "granule": kernel.granule}
+    for part in parts(mine, theirs, **how, counted=Counter()):
         at, keys = (slice(None), slice(None), part.rows), (slice(None), slice(None), part.keys)
         merge_part(out[at], lse[at], *kernel.forward(q[at], k[keys], v[keys], part, scale))
     return time.thread_time() - began

@@ -13,11 +13,14 @@ from stabilitykit.parallel.tiles import Part
 
 KernelName = Literal["fused", "exact"]
 _ATEN = torch.ops.aten
+GRANULE = 512  # torch's CPU op takes 512 keys at a time, and at most 256 rows; flash fewer of both
 
 
 class Kernel(NamedTuple):
-    """The dtype of a kernel's inputs and results, and its two halves.
+    """The dtype of a kernel's inputs and results, its two halves, and what a causal call leaves out itself.
 
+    Of a causal call's scores none is computed in squares of `granule` above the diagonal, or a multiple
+    of it; None: all are, and are held at once.
     `forward(q, k, v, part, scale)` gives out and lse, -inf and 0 where a row sees no key.
     `backward(grad_out, q, k, v, out, lse, part, scale)` gives this part's share of dq, dk and dv, for
     the out and the (finite) lse of whole rows.
@@ -27,6 +30,7 @@ class Kernel(NamedTuple):
     dtype: torch.dtype
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    granule: int | None = None
 
 
 def kernel_for(q: Tensor, v: Tensor, name: KernelName, *, masked: bool) -> Kernel:
@@ -45,10 +49,10 @@ def kernel_for(q: Tensor, v: Tensor, name: KernelName, *, masked: bool) -> Kerne
     d, d_v = q.shape[-1], v.shape[-1]
     if q.device.type == "cpu":
         require(d == d_v, f"the fused CPU kernel needs one head_dim for q, k and v, got {d} and {d_v}")
-        return Kernel("cpu", wide, _cpu, _cpu_grad)
+        return Kernel("cpu", wide, _cpu, _cpu_grad, GRANULE)
     flash = q.dtype != wide and d == d_v and d % 8 == 0 and d <= 256 and not masked
     if flash and q.device.type == "cuda":
-        return Kernel("flash", q.dtype, _flash, _flash_grad)
+        return Kernel("flash", q.dtype, _flash, _flash_grad, GRANULE)
     return Kernel("exact", wide, _exact, _exact_grad)
 
 

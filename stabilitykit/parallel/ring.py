@@ -194,7 +194,7 @@ def _parts(
 
     return parts(
         mine, theirs, causal=options.causal, window=options.window, tile=options.tile, counted=tiles,
-        kept=kept if labels else None,
+        kept=kept if labels else None, granule=plan.kernel.granule,
     )  # fmt: skip
 
 

@@ -68,17 +68,20 @@ def parts(
     tile: int,
     counted: Tiles,
     kept: Callable[[slice, slice], Tensor] | None = None,
+    granule: int | None = None,
 ) -> Iterator[Part]:
     """The kernel calls of one round; adds to `counted` how many tiles of which kind there were.
 
-    `kept(rows, keys)` is the bool mask [b, 1, rows, keys] of documents and padding.
+    `kept(rows, keys)` is the bool mask [b, 1, rows, keys] of documents and padding. `granule` is the
+    kernel's: if it divides the tile, one causal call leaves out the hidden tiles of a triangle itself.
     """
     for q, rows_from in zip(q_runs, _starts(q_runs), strict=True):
         for k, keys_from in zip(k_runs, _starts(k_runs), strict=True):
             seen = band(q, k, causal=causal, window=window)
             pair = list(_pair(seen, q.length, k.length, tile, counted))
             square = slice(0, q.length), slice(0, k.length)
-            if pair and kept is None and q.length == k.length and _causal(seen, *square):
+            skips = granule is not None and tile % granule == 0 and kept is None
+            if pair and skips and q.length == k.length and _causal(seen, *square):
                 # The whole triangle in one call, which merges each row once.
                 pair = [_edge(seen, *square)]
             for part in pair:

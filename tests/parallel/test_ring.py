@@ -11,6 +11,7 @@ from ranks import Ranks, ranks
 from ring_cases import attend_in_pairs, attend_many, exact_whole, in_wrong_group, tile_counts, train, whole
 from stabilitykit.parallel.balance import work
 from stabilitykit.parallel.call import Merge, checksum
+from stabilitykit.parallel.kernel import GRANULE
 from stabilitykit.parallel.layout import LAYOUTS, unshard
 from stabilitykit.parallel.ring import merge_part, ring_attention
 
@@ -212,12 +213,13 @@ def test_documents_skip_tiles_and_the_count_says_why():
     assert other == Counter(skipped_by_mask=4)
 
 
-def test_what_is_skipped_is_not_computed():
+@pytest.mark.parametrize("tile", [4, GRANULE])
+def test_what_is_skipped_is_not_computed(tile):
     """A NaN in a hidden tile would reach every row that is computed with it."""
-    q, k, v, _ = whole(n=16)
-    v[:, :, 8:] = torch.nan
-    out = ring_attention(q, k, v, tile=4)
-    assert out[:, :, :8].isfinite().all() and out[:, :, 8:].isnan().all()
+    q, k, v, _ = whole(n=4 * tile)
+    v[:, :, 2 * tile :] = torch.nan
+    out = ring_attention(q, k, v, tile=tile)
+    assert out[:, :, : 2 * tile].isfinite().all() and out[:, :, 2 * tile :].isnan().all()
 
 
 def test_case_3_a_gap_of_200_between_parts():

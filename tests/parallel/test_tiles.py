@@ -63,12 +63,13 @@ def test_a_window_of_one_token_sees_nothing_of_another_stripe():
 
 
 @some
-@given(rounds())
-def test_parts_show_each_visible_score_once_and_no_other(drawn):
+@given(rounds(), st.sampled_from([None, 1, 2]))
+def test_parts_show_each_visible_score_once_and_no_other(drawn, granule):
     layout, world, tile, n, rank, owner, causal, window = drawn
     counted = Counter()
     mine, theirs = (runs(world * n, r, world, layout) for r in (rank, owner))
-    found = list(parts(mine, theirs, causal=causal, window=window, tile=tile, counted=counted))
+    how = {"causal": causal, "window": window, "tile": tile, "granule": granule}
+    found = list(parts(mine, theirs, **how, counted=counted))
     at = [positions(world * n, r, world, layout) for r in (rank, owner)]
     assert torch.equal(painted(found, n), visible(*at, causal, window))
     pieces = [run.length for run in mine]
@@ -122,6 +123,14 @@ def test_case_22_the_stripes_excluded_diagonal_is_a_shifted_causal_call():
         )
     )  # fmt: skip
     assert shifted == [Part(slice(1, 3), slice(0, 2), causal=True)]
+
+
+@pytest.mark.parametrize(("tile", "whole"), [(4, True), (2, True), (3, False)])
+def test_a_triangle_is_one_call_where_the_kernel_leaves_out_the_tiles_itself(tile, whole):
+    mine, theirs, counted = runs(16, 0, 2, "striped"), runs(16, 1, 2, "striped"), Counter()
+    found = list(parts(mine, theirs, causal=True, window=None, tile=tile, granule=2, counted=counted))
+    assert (found == [Part(slice(1, 8), slice(0, 7), causal=True)]) is whole
+    assert counted["partial"] == -(-8 // tile) and counted["skipped_by_position"] > 0
 
 
 def test_512_tiles_of_a_1536_block_skip_a_third():
