@@ -22,10 +22,9 @@ from stabilitykit.observe.tap import ACROSS_RANKS, AttentionCall, Tap
 class AttentionMonitor(Monitor):
     """On due steps compares every attention call, forward and backward, with exact attention.
 
-    The model is not edited and the run is unchanged, bit for bit; between due steps nothing is in
-    place. Measured on the first micro-batch of a due step; of a compiled model in a step of its own
-    beside it, on one sequence. A head that is over its limit on three of its last five looks, or not
-    finite once, is a `deviation` event.
+    The model is not edited and the run is unchanged, bit for bit; between due steps nothing is in place.
+    Measured on the first micro-batch of a due step; of a compiled model in a step of its own beside it, on
+    one sequence. A head over its limit on three of its last five looks, or not finite, is a `deviation`.
 
     The budget begins with 2 heads, 64 rows and 1 sequence per call. After eight due steps it takes
     what costs, spread over all steps, under 0.5 % of the training time: up to everything, down to

@@ -93,7 +93,7 @@ class Tally:
         if world() == 1:
             return Gathered(step, mine, None)
         ranks = mine.new_empty(4 * world())
-        return Gathered(step, ranks, dist.all_gather_into_tensor(ranks, mine, async_op=True))
+        return Gathered(step, ranks, dist.all_gather(list(ranks.split(4)), mine, async_op=True))
 
     def _mean(self, device: torch.device) -> tuple[Tensor, Tensor]:
         losses = torch.stack([loss.to(device) for loss in self._losses])

@@ -47,7 +47,8 @@ def _attention_rows(records: Records) -> Iterator[tuple[str, str]]:
     rows = records.of("attention")
     found = layers(rows)
     if not found:
-        yield "Attention", "no call seen" if rows else "not watched"
+        across = rows and layers(records.of("ring"))
+        yield "Attention", "across ranks only" if across else "no call seen" if rows else "not watched"
         return
     sampled = rows[-1].detail.get("sampled", {})
     sizes = {what: len(size) if isinstance(size, list) else size for what, size in sampled.items()}
