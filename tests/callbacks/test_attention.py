@@ -6,7 +6,6 @@ from importlib import import_module
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from stabilitykit import AttentionMonitor
@@ -48,22 +47,12 @@ def test_under_accumulation_a_due_step_is_one_record(tmp_path):
     assert all("attention/grad_rel_l2" in record.values for record in records)
 
 
-class Counted(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_off_its_steps_it_costs_no_kernel(tmp_path):
     def operations(callbacks):
         torch.manual_seed(0)
         run = tiny.trainer(tmp_path, callbacks, max_steps=3)
         module = tiny.module_class("pytorch_lightning")()
-        with Counted() as counted:
+        with tiny.Counted() as counted:
             run.fit(module, tiny.batches(3))
         return counted.count
 

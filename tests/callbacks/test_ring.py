@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ring_module
 import tiny
@@ -72,16 +71,6 @@ NUMBERS = {
 }  # fmt: skip
 
 
-class Counted(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_off_its_steps_it_costs_no_kernel_and_nobody_listens(tmp_path):
     from pytorch_lightning import Callback
 
@@ -93,7 +82,7 @@ def test_off_its_steps_it_costs_no_kernel_and_nobody_listens(tmp_path):
             self.found.append((len(calls.watchers), sum(len(m._forward_hooks) for m in pl_module.modules())))
 
     def operations(*callbacks):
-        with Counted() as counted:
+        with tiny.Counted() as counted:
             train(tmp_path, callbacks, steps=3)
         return counted.count
 

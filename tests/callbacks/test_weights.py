@@ -12,7 +12,6 @@ from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tiny
@@ -401,22 +400,10 @@ def test_other_twins_than_the_checkpoints_are_not_taken_up(tmp_path):
     assert [(r.step, list(r.detail["verdict"])) for r in weights(tmp_path)] == [(10, ["float64"])]
 
 
-class Ops(TorchDispatchMode):
-    """Counts every kernel."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_law_5_off_its_windows_it_costs_no_kernel(tmp_path):
     counts = []
     for callbacks in ([LossMonitor()], [LossMonitor(), WeightMonitor(100)]):
-        with Ops() as ops:
+        with tiny.Counted() as ops:
             fit(tmp_path / str(len(callbacks)), Plain(), callbacks, max_steps=12)
         counts.append(ops.count)
     assert counts[0] == counts[1] > 100
