@@ -264,7 +264,7 @@ def _seeds(text: str) -> list[int]:
 def bench(argv: list[str]) -> int:
     """Measures what it costs, beside limits."""
     benches: dict[str, tuple[str, ...]] = {
-        "overhead": ("overhead:overhead",),
+        "overhead": ("overhead:overhead", "watching:precursor_cost"),
         "attention": ("attention:attention", "watching:watching_cost"),
         "wasserstein": ("wasserstein:wasserstein_bench",),
         "ring": ("ring:ring_bench",),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stabilitykit.bench.steps import row, seconds_of_steps
-from stabilitykit.callbacks import AttentionMonitor, LossMonitor, PrecursorMonitor, WeightMonitor
+from stabilitykit.callbacks import AttentionMonitor, LossMonitor, WeightMonitor
 
 MODELS: dict[str, dict[str, int]] = {
     "gpt_nano": {"layers": 4, "width": 128, "heads": 4, "context": 256, "batch_size": 8},
@@ -16,7 +16,6 @@ MIXED, FULL = "bf16-mixed", "32-true"
 STEPS, WARMUP = 14, 2  # of every run; the first are not counted: allocation, first touch
 EVERY, WINDOW = 7, 6  # due on steps 6 and 13; a window of twins on steps 6 to 11
 ATTENTION_CADENCE = 100  # the defaults, over which the cost of a due step is spread
-PRECURSOR_CADENCE, PRECURSOR_LIMIT = 10, 1.004
 TWIN_CADENCE, TWIN_WINDOW = 1000, 10
 
 Monitors = Callable[[], list[Any]]
@@ -32,7 +31,6 @@ CASES: dict[str, tuple[str, Monitors]] = {
     "loss": (MIXED, lambda: [LossMonitor()]),
     "skip": (MIXED, lambda: [LossMonitor(action="skip")]),
     "attention": (MIXED, lambda: [AttentionMonitor(EVERY)]),
-    "precursors": (MIXED, lambda: [PrecursorMonitor(EVERY)]),
     "both": (MIXED, lambda: [LossMonitor(), AttentionMonitor(EVERY)]),
     "windowed": (MIXED, lambda: [WeightMonitor(EVERY, window=WINDOW)]),
     "lockstep": (MIXED, _lockstep),
@@ -84,9 +82,6 @@ def figures(times: dict[str, list[float]]) -> dict[str, Figure]:
         result[f"{name}_due_step"] = Figure(constant * due / rest, 1.0)
         spread = 1 + (due / rest - 1) / ATTENTION_CADENCE
         result[f"{name}_every_{ATTENTION_CADENCE}"] = Figure(constant * spread, 1.0)
-    rest, due = _rest_and_due(times["precursors"])
-    spread = 1 + (due / rest - 1) / PRECURSOR_CADENCE
-    result[f"precursors_every_{PRECURSOR_CADENCE}"] = Figure(spread, PRECURSOR_LIMIT)
     first, *middle, last = times["windowed"][EVERY - 1 : EVERY - 1 + WINDOW]
     rest, inside = min(times["windowed"][WARMUP : EVERY - 1]), min(middle)
     fork_and_measure = max(first + last - 2 * inside, 0.0)

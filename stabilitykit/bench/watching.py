@@ -1,18 +1,20 @@
-"""What watching attention costs on a 10M-parameter GPT: the open tap, and steps due with a chosen budget."""
+"""What a due step costs: of attention on a 10M-parameter GPT, of what moves before the loss on three."""
 
 from typing import Any
 
 import pytorch_lightning as pl
 
-from stabilitykit.bench.overhead import FULL, MODELS
+from stabilitykit.bench.overhead import FULL, MIXED, MODELS
 from stabilitykit.bench.steps import row, seconds_of_steps
-from stabilitykit.callbacks import AttentionMonitor
+from stabilitykit.callbacks import AttentionMonitor, PrecursorMonitor
 from stabilitykit.callbacks.budget import CHOICES, FOLLOW_UPS, PROBES
 from stabilitykit.observe.tap import Tap
 
 SHAPE = {**MODELS["gpt_10m"], "batch_size": 8}
 CADENCES = (100, 10)
 TAP_LIMIT, LIMIT = 1.03, 1.005
+PRECURSOR_SHAPES = {"gpt_nano": MODELS["gpt_nano"], "gpt_10m": SHAPE, "gpt_10m_batch_2": MODELS["gpt_10m"]}
+PRECURSOR_CADENCE, PRECURSOR_LIMIT = 10, 1.004
 LIKE = 3  # pairs of steps per round, of which the fastest count: whatever else runs only adds
 WARMUP = 2
 
@@ -36,6 +38,17 @@ def watching_cost(*, rounds: int = 3) -> list[dict[str, Any]]:
         results.append(_row(f"auto_every_{cadence}", spread, LIMIT))
         covered = _row(f"auto_every_{cadence}_covered_within", [float(monitor.covered_within)], 1.0)
         results.append({**covered, "unit": "due steps"})
+    return results
+
+
+def precursor_cost(*, rounds: int = 3) -> list[dict[str, Any]]:
+    """PrecursorMonitor's due step over the plain ones of the same run, spread over its cadence."""
+    results = []
+    for name, shape in PRECURSOR_SHAPES.items():
+        steps = seconds_of_steps(shape, MIXED, [PrecursorMonitor(2)], steps=2 * (WARMUP + LIKE * rounds))
+        spread = [1 + (ratio - 1) / PRECURSOR_CADENCE for ratio in ratios(steps, rounds)]
+        name = f"{name}/precursors_every_{PRECURSOR_CADENCE}"
+        results.append(row(name, spread, "x a plain step", PRECURSOR_LIMIT))
     return results
 
 

@@ -158,9 +158,9 @@ class PrecursorMonitor(Monitor):
     def _close_forward(self) -> None:
         if self._forward is not None and self._forward.is_open:
             with self.timed():
-                self._forward.close()
                 if self._tap is not None:
                     self._tap.__exit__(None, None, None)
+                self._forward.close()
 
     def _close(self) -> None:
         self._close_forward()

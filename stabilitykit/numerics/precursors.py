@@ -8,21 +8,20 @@ import torch
 from torch import Tensor
 
 _many: Any = torch  # whose stubs do not list the functions of many tensors at once
-SAMPLE = 1 << 12  # numbers of a tensor that a mean is taken over: good for a few percent, and no time
+SAMPLE = 1 << 11  # numbers of a tensor that a mean is taken over: good for a few percent, and no time
 
 
-def spread(tensor: Tensor, most: int = SAMPLE) -> Tensor:
-    """At most `most` of the numbers of a tensor [n], evenly spaced, all columns alike; a copy.
+def sample(tensors: Sequence[Tensor], most: int = SAMPLE) -> Tensor:
+    """At most `most` numbers of each tensor, evenly spaced, all columns alike; a copy, one after the other.
 
-    >>> spread(torch.arange(12.0).view(3, 4), most=4).tolist()
-    [0.0, 3.0, 6.0, 9.0]
+    >>> sample([torch.arange(12.0).view(3, 4), torch.zeros(2)], most=4).tolist()
+    [0.0, 3.0, 6.0, 9.0, 0.0, 0.0]
     """
-    stride = _stride(tensor, most)
-    return tensor.detach().flatten()[::stride].clone(memory_format=torch.contiguous_format)
+    return torch.cat([t.detach().flatten()[:: _stride(t, most)] for t in tensors])
 
 
 def sampled(tensor: Tensor, most: int = SAMPLE) -> int:
-    """How many numbers `spread` takes."""
+    """How many numbers of a tensor `sample` takes."""
     return math.ceil(tensor.numel() / _stride(tensor, most))
 
 
@@ -34,60 +33,65 @@ def _stride(tensor: Tensor, most: int) -> int:
     return stride
 
 
-def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The L2 norm of each tensor, a float32 scalar."""
-    return list(_many._foreach_norm(list(tensors), 2, torch.float32)) if tensors else []
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The L2 norm of each tensor [tensors], float32."""
+    return torch.stack(_many._foreach_norm(list(tensors), 2, torch.float32))
 
 
-def largest(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The largest |number| of each tensor, NaN where there is one, 0 of an empty one."""
+def largest(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest |number| of each tensor [tensors], float32: NaN where there is one, 0 of an empty one."""
     # One read of memory each; a norm of order infinity is many times slower on a CPU.
     pairs = [torch.aminmax(t.detach()) if t.numel() else (t.new_zeros(()),) * 2 for t in tensors]
-    return [torch.maximum(-low, high) for low, high in pairs]
+    low, high = (torch.stack([end.float() for end in ends]) for ends in zip(*pairs, strict=True))
+    return torch.maximum(-low, high)
 
 
-def corrected(moment: Tensor, beta2: float, step: Tensor | float) -> Tensor:
-    """Adam's second moment after `step` steps without its bias to zero: v / (1 - beta2^step).
-
-    >>> corrected(torch.tensor([0.1]), 0.9, 1).tolist()
-    [1.0]
-    """
-    return moment.float() / (1 - beta2**step)
-
-
-def rms(grads: Sequence[Tensor], moments: Sequence[Tensor], eps: Sequence[float]) -> list[Tensor]:
-    """RMS_t = sqrt(mean(g^2 / max(v, eps^2))) of each gradient, float32 scalars >= 0.
+def rms(grads: Tensor, moments: Tensor, eps: Tensor | float, sizes: Sequence[int]) -> Tensor:
+    """RMS_t = sqrt(mean(g^2 / max(v, eps^2))) of each tensor [tensors], float32 >= 0.
 
     Near 1 while v, the bias-corrected second moment that the step divided by, follows the gradient; far
-    above when it is stale (arXiv 2304.13013, Sec. 3: spikes come 1 to 8 steps later).
+    above when it is stale (arXiv 2304.13013, Sec. 3: spikes come 1 to 8 steps later). `grads` and `moments`
+    hold the tensors' numbers one after the other, `sizes` how many of each.
 
-    >>> [round(r.item(), 4) for r in rms([torch.tensor([3.0, 4.0])], [torch.tensor([1.0, 0.0])], [2.0])]
-    [1.7678]
+    >>> rms(torch.tensor([3.0, 4.0, 1.0]), torch.tensor([1.0, 0.0, 1.0]), 2.0, [2, 1])
+    tensor([1.7678, 0.5000])
     """
-    if not grads:
-        return []
-    bounds = _many._foreach_sqrt(list(moments))
-    _many._foreach_clamp_min_(bounds, list(eps))
-    scaled = _many._foreach_div([grad.float() for grad in grads], bounds)
-    return [n / math.sqrt(max(g.numel(), 1)) for n, g in zip(norms(scaled), grads, strict=True)]
+    scaled = grads.float() / torch.clamp(moments.sqrt(), min=eps)
+    return norms(scaled.split(list(sizes))) / _counts(sizes, grads.device).sqrt()
 
 
-def small_shares(grads: Sequence[Tensor], eps: Sequence[float]) -> list[Tensor]:
-    """The share of each gradient's numbers with |g| < eps, 0..1: those that Adam hardly follows.
+def small_shares(grads: Tensor, eps: Tensor | float, sizes: Sequence[int]) -> Tensor:
+    """The share of each tensor's numbers with |g| < eps [tensors], 0..1: those that Adam hardly follows.
 
-    An update made of them is no descent any more (arXiv 2304.09871). NaN where there is one.
+    An update made of them is no descent any more (arXiv 2304.09871). NaN where there is one. Tensors
+    as in `rms`.
 
-    >>> [share.item() for share in small_shares([torch.tensor([1e-9, -1e-9, 0.0, -1.0])], [1e-8])]
-    [0.75]
+    >>> small_shares(torch.tensor([1e-9, -1e-9, 0.0, -1.0]), 1e-8, [4])
+    tensor([0.7500])
     """
-    if not grads:
-        return []
-    sizes = _many._foreach_abs([grad.float() for grad in grads])
-    _many._foreach_div_(sizes, list(eps))
-    _many._foreach_clamp_max_(sizes, 1.0)
-    _many._foreach_floor_(sizes)  # 1 from eps on, else 0
-    large = _many._foreach_norm(sizes, 1)
-    return [1 - n / max(g.numel(), 1) for n, g in zip(large, grads, strict=True)]
+    large = (grads.float().abs() / eps).clamp_max(1).floor()  # 1 from eps on, else 0
+    found = torch.stack(_many._foreach_norm(large.split(list(sizes)), 1))
+    return 1 - found / _counts(sizes, grads.device)
+
+
+def corrected(moments: Tensor, beta2: Tensor, steps: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Adam's second moments without their bias to zero, v / (1 - beta2^step), float32; tensors as in `rms`.
+
+    >>> corrected(torch.tensor([0.1, 0.1, 0.3]), torch.tensor([0.9, 0.7]), torch.tensor([1, 1]), [2, 1])
+    tensor([1.0000, 1.0000, 1.0000])
+    """
+    return moments.float() / each(1 - beta2.double() ** steps, sizes).float()
+
+
+def each(values: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The value of each tensor [tensors], once for each of its numbers."""
+    # With the sum known, nothing waits for the device.
+    times = torch.tensor(sizes).to(values.device, non_blocking=True)
+    return values.repeat_interleave(times, output_size=sum(sizes))
+
+
+def _counts(sizes: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([max(size, 1) for size in sizes], dtype=torch.float32).to(device, non_blocking=True)
 
 
 def log_z(logits: Tensor) -> Tensor:
@@ -110,4 +114,4 @@ def outlier(hidden: Tensor) -> Tensor:
     20.0
     """
     hidden = hidden.detach()
-    return largest([hidden])[0].float() / spread(hidden).float().abs().median()
+    return largest([hidden])[0] / sample([hidden]).float().abs().median()

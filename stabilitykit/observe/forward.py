@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,24 @@ from stabilitykit.observe.calls import AttentionCall
 from stabilitykit.observe.exactly import exact_options, part_of
 
 SEQUENCES, ROWS = 4, 16  # of a call and of the output: evenly spaced; one sequence may be anything
+AT_ONCE = 1 << 22  # numbers of k in the calls that are looked at together, beyond which nothing is gained
+
+
+class _Call(NamedTuple):
+    """What is looked at of an attention call: q, k, v of some sequences and options of `exact_attention`."""
+
+    layer: str
+    tensors: Sequence[Tensor]
+    options: dict[str, Any]
+
+    def is_plain(self) -> bool:
+        """Whether no option is a tensor, of which each head may have its own part."""
+        return not any(isinstance(option, Tensor) for option in self.options.values())
+
+    def like(self) -> Any:
+        """Equal for calls that can be looked at as one."""
+        shapes = [(x.shape, x.dtype, x.device) for x in self.tensors]
+        return repr((shapes, self.options)) if self.is_plain() else id(self.tensors)
 
 
 class Forward:
@@ -30,6 +48,7 @@ class Forward:
         self._layers = list(layers)
         self._outliers: dict[str, Tensor] = {}
         self._log_z: Tensor | None = None
+        self._waiting: list[_Call] = []
         self._max_logit: dict[str, Tensor] = {}
         self._entropy: dict[str, Tensor] = {}
         takers: dict[str, Callable[[Tensor], None]] = {}
@@ -47,28 +66,51 @@ class Forward:
         self.is_open = False
         for handle in self._handles:
             handle.remove()
+        with unseen():
+            self._look()
 
     def __call__(self, call: AttentionCall) -> None:
-        """Takes the logits of a call; of several in one layer, the largest and the lowest entropy."""
+        """Takes the logits of a call: those of an open pass when it closes, with all that are alike."""
         if call.q.dim() != 4 or call.q.numel() == 0 or call.k.shape[2] < 2:
             return  # no row sees two keys
-        options = exact_options(call.kwargs) | {"dropout_p": 0.0, "dropout_mask": None}
         some = _every(call.q.shape[0], SEQUENCES)
+        options = exact_options(call.kwargs) | {"dropout_p": 0.0, "dropout_mask": None}
         tensors = (call.q[some], call.k[some], call.v[some, ..., :1])  # of the output nothing is used
-        if not any(isinstance(option, Tensor) for option in options.values()):
-            tensors = (tensor.flatten(0, 1)[None] for tensor in tensors)  # all heads at once: faster
+        layer = self._layer_of_module(call.name.split("#")[0])
+        self._waiting.append(_Call(layer, tensors, part_of(options, sequences=some)))
+        if not self.is_open:
+            self._look()
+
+    def _look(self) -> None:
+        """Looks at the calls that wait, many at once: one alone is more overhead than work."""
+        groups: dict[Any, list[_Call]] = {}
+        for call in self._waiting:
+            groups.setdefault(call.like(), []).append(call)
+        self._waiting.clear()
+        for group in groups.values():
+            size = max(1, AT_ONCE // group[0].tensors[1].numel())
+            for at in range(0, len(group), size):
+                self._look_at(group[at : at + size])
+
+    def _look_at(self, calls: list[_Call]) -> None:
+        tensors = calls[0].tensors
+        if calls[0].is_plain():  # then all heads are alike too
+            columns = zip(*(call.tensors for call in calls), strict=True)
+            tensors = [torch.cat([x.flatten(0, 1) for x in column])[None] for column in columns]
         found = attention_rows(
             *tensors,
-            rows=torch.tensor(evenly(call.q.shape[2], ROWS)),  # on the CPU, where blocks are planned
+            rows=torch.tensor(evenly(tensors[0].shape[2], ROWS)),  # on the CPU, where blocks are planned
             dtype=torch.float32,
-            **part_of(options, sequences=some),
+            **calls[0].options,
         )
-        layer = self._layer_of_module(call.name.split("#")[0])
-        logit, entropy = found.max_logit.amax(), found.entropy.mean()
-        if layer in self._max_logit:
-            logit = torch.maximum(logit, self._max_logit[layer])
-            entropy = torch.minimum(entropy, self._entropy[layer])
-        self._max_logit[layer], self._entropy[layer] = logit, entropy
+        logits, entropies = (x.view(len(calls), -1) for x in (found.max_logit, found.entropy))
+        for call, logit, entropy in zip(calls, logits.amax(-1), entropies.mean(-1), strict=True):
+            layer = call.layer
+            # Of several calls in one layer, the largest logit and the lowest entropy.
+            if layer in self._max_logit:
+                logit = torch.maximum(logit, self._max_logit[layer])
+                entropy = torch.minimum(entropy, self._entropy[layer])
+            self._max_logit[layer], self._entropy[layer] = logit, entropy
 
     def _layer_of_module(self, name: str) -> str:
         layer = layer_of(f"{name}.weight")

@@ -1,17 +1,37 @@
 """Updates: what the optimizers get and do in one step, per parameter: gradient, moment, weight, change."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from stabilitykit.numerics.precursors import corrected, largest, norms, rms, sampled, small_shares, spread
+from stabilitykit.numerics.precursors import (
+    corrected,
+    each,
+    largest,
+    norms,
+    rms,
+    sample,
+    sampled,
+    small_shares,
+)
 
 _SQUARED = ("grad", "update", "weight", "rms")  # norms and roots of means: their squares add up
+_SUMMED = (*_SQUARED, "small")
+
+
+class _Part(NamedTuple):
+    """What one optimizer has on one device: parameters with a gradient, and a sample of their weights."""
+
+    at: list[int]
+    params: list[Tensor]
+    grads: list[Tensor]
+    sizes: list[int]
+    before: Tensor
 
 
 class Updates:
@@ -28,28 +48,27 @@ class Updates:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], world: int):
-        self.names = {id(p): name for name, p in parameters.items()}
         self.parameters = dict(parameters)
-        self._factors = {name: _factors(p, world) for name, p in parameters.items()}
-        self._found: dict[str, dict[str, Tensor]] = {}
+        self._at = {id(p): i for i, p in enumerate(parameters.values())}
+        self._sizes = [sampled(_local(p)) for p in parameters.values()]
+        self._factors = [_factors(*of, world) for of in zip(parameters.values(), self._sizes, strict=True)]
+        # By signal, the numbers of some parameters.
+        self._found: dict[str, list[tuple[list[int], Tensor]]] = {}
         self._handles: list[Any] = []
 
     def watch(self, optimizer: Optimizer, scale: Tensor | None = None) -> None:
         """Takes the gradients of `optimizer`, still multiplied by `scale`, and waits for its step."""
-        params = {name: p for name, p in self._params(optimizer) if p.grad is not None}
-        if not params:
-            return
-        grads = [_local(p.grad) for p in params.values() if p.grad is not None]
-        before = [spread(_local(p)) for p in params.values()]
-        for name, norm in zip(params, norms(grads), strict=True):
-            self._found[name] = {"grad": norm if scale is None else norm / scale}
+        parts = list(self._parts(optimizer))
+        for part in parts:
+            found = norms(part.grads)
+            self._note("grad", part.at, found if scale is None else found / scale.to(found.device))
 
         @torch.no_grad()
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if before:  # a manual loop may step once more in this batch; torch forbids removal here
-                self._changes(params, before)
-                self._against_moments(optimizer, params, [spread(grad) for grad in grads])
-                before.clear()
+            while parts:  # a manual loop may step once more in this batch; torch forbids removal here
+                part = parts.pop()
+                self._changes(part)
+                self._against_moments(optimizer, part)
 
         self._handles.append(optimizer.register_step_post_hook(after))
 
@@ -58,44 +77,48 @@ class Updates:
         for handle in self._handles:
             handle.remove()
 
-    def _params(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    def _parts(self, optimizer: Optimizer) -> Iterator[_Part]:
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        return [(self.names[id(p)], p) for p in held if id(p) in self.names]
+        held = [p for p in held if id(p) in self._at and p.grad is not None]
+        for device in dict.fromkeys(p.device for p in held):
+            params = [p for p in held if p.device == device]
+            at = [self._at[id(p)] for p in params]
+            grads = [_local(p.grad) for p in params]
+            yield _Part(at, params, grads, [self._sizes[i] for i in at], sample(list(map(_local, params))))
 
-    def _changes(self, params: Mapping[str, Tensor], before: list[Tensor]) -> None:
-        now = [spread(_local(p)) for p in params.values()]
-        self._note("update", params, norms([old - new for old, new in zip(before, now, strict=True)]))
-        self._note("weight", params, norms(now))
-        self._note("peak", params, largest([_local(p) for p in params.values()]))
+    def _changes(self, part: _Part) -> None:
+        params = list(map(_local, part.params))
+        now = sample(params)
+        self._note("update", part.at, norms((part.before - now).split(part.sizes)))
+        self._note("weight", part.at, norms(now.split(part.sizes)))
+        self._note("peak", part.at, largest(params))
 
-    def _against_moments(
-        self, optimizer: Optimizer, params: Mapping[str, Tensor], grads: Sequence[Tensor]
-    ) -> None:
+    def _against_moments(self, optimizer: Optimizer, part: _Part) -> None:
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        chosen = [
-            (name, grad, groups[id(p)], optimizer.state.get(p, {}))
-            for (name, p), grad in zip(params.items(), grads, strict=True)
-            if "eps" in groups[id(p)]
-        ]
-        names, samples = [name for name, *_ in chosen], [grad for _, grad, *_ in chosen]
-        eps = [float(group["eps"]) for *_, group, _ in chosen]
-        self._note("small", names, small_shares(samples, eps))
-        kept = [i for i, (*_, state) in enumerate(chosen) if "exp_avg_sq" in state]
-        moments = [_moment(*chosen[i][2:]) for i in kept]
-        found = rms([samples[i] for i in kept], moments, [eps[i] for i in kept])
-        self._note("rms", [names[i] for i in kept], found)
+        kinds: dict[bool, list[int]] = {}
+        for i, p in enumerate(part.params):
+            if "eps" in groups[id(p)]:
+                kinds.setdefault("exp_avg_sq" in optimizer.state.get(p, {}), []).append(i)
+        for has_moment, chosen in kinds.items():
+            at, sizes = [part.at[i] for i in chosen], [part.sizes[i] for i in chosen]
+            of = [groups[id(part.params[i])] for i in chosen]
+            grads = sample([part.grads[i] for i in chosen])
+            eps = each(_sent([float(group["eps"]) for group in of], grads.device), sizes).float()
+            self._note("small", at, small_shares(grads, eps, sizes))
+            if has_moment:
+                states = [optimizer.state[part.params[i]] for i in chosen]
+                self._note("rms", at, rms(grads, _moments(of, states, sizes), eps, sizes))
 
-    def _note(self, what: str, names: Mapping[str, Any] | Sequence[str], values: Sequence[Tensor]) -> None:
-        for name, value in zip(names, values, strict=True):
-            self._found[name][what] = value
+    def _note(self, what: str, at: list[int], values: Tensor) -> None:
+        self._found.setdefault(what, []).append((at, values))
 
     # What adds up over the ranks, what is largest of all, and how they are read.
 
     def sums(self, device: torch.device) -> Tensor:
         """Float64 [parameters x 5]: each rank's part of what `read` expects the sum of."""
-        columns = [self._column(what, device) for what in ("grad", "update", "weight", "rms", "small")]
-        columns = [c.square() if i < len(_SQUARED) else c for i, c in enumerate(columns)]
-        factors = torch.tensor(list(self._factors.values()), dtype=torch.float64)
+        columns = [self._column(what, device) for what in _SUMMED]
+        columns = [c.square() if what in _SQUARED else c for what, c in zip(_SUMMED, columns, strict=True)]
+        factors = torch.tensor(self._factors, dtype=torch.float64).view(-1, len(_SUMMED))
         return (torch.stack(columns, 1) * factors.to(device, non_blocking=True)).flatten()
 
     def peaks(self, device: torch.device) -> Tensor:
@@ -103,12 +126,14 @@ class Updates:
         return self._column("peak", device)
 
     def _column(self, what: str, device: torch.device) -> Tensor:
-        none = torch.zeros((), device=device)
-        held = [self._found.get(name, {}).get(what, none).to(device) for name in self.parameters]
-        return torch.stack([value.float() for value in held]).double()
+        column = torch.zeros(len(self.parameters), dtype=torch.float64, device=device)
+        for at, values in self._found.get(what, []):
+            column[torch.tensor(at).to(device, non_blocking=True)] = values.to(device).double()
+        return column
 
     def read(self, sums: Sequence[float], peaks: Sequence[float]) -> dict[str, dict[str, float]]:
         """Per parameter with a gradient what was measured: norms grad, update, weight; rms, small, peak."""
+        seen = {what: {i for at, _ in found for i in at} for what, found in self._found.items()}
         result = {}
         for i, (name, p) in enumerate(self.parameters.items()):
             grad, update, weight, scaled, small = sums[5 * i : 5 * i + 5]
@@ -120,8 +145,8 @@ class Updates:
                 "small": small / p.numel(),
                 "peak": peaks[i],
             }
-            if name in self._found:
-                result[name] = {what: numbers[what] for what in self._found[name]}
+            if i in seen.get("grad", ()):
+                result[name] = {what: numbers[what] for what in seen if i in seen[what]}
         return result
 
 
@@ -129,20 +154,34 @@ def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _factors(p: Tensor, world: int) -> list[float]:
+def _factors(p: Tensor, taken: int, world: int) -> list[float]:
     """What a rank's squares of grad, update, weight and rms, and its small, count in the sum over ranks."""
     parts = 1
     if isinstance(p, DTensor):
         sizes = zip(p.device_mesh.shape, p.placements, strict=True)
         parts = math.prod(size for size, placement in sizes if placement.is_shard())
     own, copies = _local(p).numel(), world / parts
-    each = own / max(sampled(_local(p)), 1)
+    each = own / max(taken, 1)
     return [1 / copies, each / copies, each / copies, own / copies, own / copies]
 
 
-def _moment(group: dict[str, Any], state: dict[str, Any]) -> Tensor:
-    moment = spread(_local(state["exp_avg_sq"]))
-    if "betas" not in group or "step" not in state:
-        return moment.float()
-    step = state["step"]
-    return corrected(moment, group["betas"][1], _local(step) if isinstance(step, Tensor) else step)
+def _moments(groups: Sequence[Any], states: Sequence[Any], sizes: Sequence[int]) -> Tensor:
+    """A sample of the second moments that the step divided by, one tensor after the other."""
+    found = sample([_local(state["exp_avg_sq"]) for state in states])
+    known = ["betas" in group and "step" in state for group, state in zip(groups, states, strict=True)]
+    # 1 - 0^1 = 1: nothing to correct.
+    beta2 = [group["betas"][1] if k else 0.0 for group, k in zip(groups, known, strict=True)]
+    steps = [_step(state["step"]) if k else torch.ones(()) for state, k in zip(states, known, strict=True)]
+    where = {step.device for step in steps}
+    if len(where) > 1:
+        steps = [step.to(found.device, non_blocking=True) for step in steps]
+    return corrected(found, _sent(beta2, found.device), torch.stack(steps).to(found.device), sizes)
+
+
+def _step(count: Any) -> Tensor:
+    count = _local(count) if isinstance(count, Tensor) else torch.tensor(float(count))
+    return count.float().view(())
+
+
+def _sent(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)

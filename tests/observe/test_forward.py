@@ -3,35 +3,83 @@
 import pytest
 import torch
 
+from stabilitykit.observe import forward as forward_module
 from stabilitykit.observe.calls import AttentionCall
 from stabilitykit.observe.forward import ROWS, SEQUENCES, Forward, evenly, output_head
 
-LAYERS = ["(module)", "blocks.0"]
+LAYERS = ["(module)", "blocks.0", "blocks.1"]
+N, D = 40, 8
+CAUSAL = torch.ones(N, N, dtype=torch.bool).tril()
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_logits_and_entropy_are_those_of_a_plain_loop(masked):
-    b, h, kv, n, d = 9, 4, 2, 40, 8
-    q, k, v = torch.randn(b, h, n, d), torch.randn(b, kv, n, d), torch.randn(b, kv, n, d)
-    mask = torch.ones(n, n, dtype=torch.bool).tril()
-    kwargs = {"attn_mask": mask if masked else None, "dropout_p": 0.0, "is_causal": not masked, "scale": None}
-    forward = Forward(
-        torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.Identity()])}), LAYERS, None
-    )
-    forward(AttentionCall("blocks.0.attn#1", q, k, v, q, kwargs, "flash"))
-    rows, sequences = evenly(n, ROWS), list(range(0, 8, 2))
+def opened():
+    blocks = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()])
+    return Forward(torch.nn.ModuleDict({"blocks": blocks}), LAYERS, None)
+
+
+def call(name, *, masked=False, kv=2, scale=None, dtype=torch.float32):
+    q, k, v = (torch.randn(9, heads, N, D, dtype=dtype) for heads in (4, kv, kv))
+    kwargs = {
+        "attn_mask": CAUSAL if masked else None,
+        "dropout_p": 0.0,
+        "is_causal": not masked,
+        "scale": scale,
+    }
+    return AttentionCall(name, q, k, v, q, kwargs, "flash")
+
+
+def plain(call):
+    """Its largest logit and mean entropy by a loop over nothing but tensors."""
+    rows, sequences = evenly(N, ROWS), list(range(0, 8, 2))
     assert len(sequences) == SEQUENCES
-    logits = (q @ k.repeat_interleave(2, 1).mT / d**0.5).masked_fill(~mask, -torch.inf)[sequences][:, :, rows]
+    k = call.k.repeat_interleave(4 // call.k.shape[1], 1).float()
+    logits = call.q.float() @ k.mT * (call.kwargs["scale"] or D**-0.5)
+    logits = logits.masked_fill(~CAUSAL, -torch.inf)[sequences][:, :, rows]
     p = logits.softmax(-1)
     entropy = -(p * p.clamp_min(1e-30).log()).sum(-1)
     assert 0 not in rows  # a row with one key has no entropy
     share = entropy / torch.tensor([row + 1.0 for row in rows]).log()
+    return logits.max().item(), share.mean().item()
+
+
+def read(forward):
     cpu = torch.device("cpu")
-    layers, whole = forward.read(forward.sums(cpu).tolist(), forward.peaks(cpu).tolist())
-    found = layers["blocks.0"]
-    assert found["max_logit"] == pytest.approx(logits.max().item(), rel=1e-5)
-    assert found["entropy"] == pytest.approx(share.mean().item(), rel=1e-4)
+    return forward.read(forward.sums(cpu).tolist(), forward.peaks(cpu).tolist())
+
+
+def close_to(logit, entropy):
+    return {"max_logit": pytest.approx(logit, rel=1e-5), "entropy": pytest.approx(entropy, rel=1e-4)}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_logits_and_entropy_are_those_of_a_plain_loop(masked):
+    forward, one = opened(), call("blocks.0.attn#1", masked=masked)
+    forward(one)
+    forward.close()
+    layers, whole = read(forward)
+    assert layers == {"blocks.0": close_to(*plain(one))}
     assert whole == {}
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 22])
+def test_like_and_unlike_calls_are_not_mixed_up(monkeypatch, at_once):
+    monkeypatch.setattr(forward_module, "AT_ONCE", at_once)
+    first = [call("blocks.0.attn"), call("blocks.0.attn#1"), call("blocks.0.attn#2", masked=True)]
+    second = [
+        call("blocks.1.attn"),
+        call("blocks.1.attn#1", scale=0.5),
+        call("blocks.1.attn#2", kv=4),
+        call("blocks.1.attn#3", dtype=torch.bfloat16),
+    ]
+    forward = opened()
+    for one in [*first, *second[:-1]]:
+        forward(one)
+    forward.close()
+    forward(second[-1])  # a tap may hand over in the backward
+    layers, _ = read(forward)
+    for name, calls in {"blocks.0": first, "blocks.1": second}.items():
+        logits, entropies = zip(*map(plain, calls), strict=True)
+        assert layers[name] == close_to(max(logits), min(entropies))
 
 
 def test_the_output_head_is_the_last_matrix_with_a_row_per_token():

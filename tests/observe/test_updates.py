@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ranks import ranks
-from stabilitykit.numerics.precursors import SAMPLE, spread
+from stabilitykit.numerics.precursors import SAMPLE, sample
 from stabilitykit.observe.updates import Updates
 
 EPS = 1e-8
@@ -91,10 +91,10 @@ def test_two_optimizers_and_a_second_step_of_one_are_not_mixed_up():
 
 def test_of_a_large_tensor_means_are_of_a_sample_that_sees_every_column():
     wide = torch.arange(900 * 300.0).view(900, 300)
-    sample = spread(wide)
-    assert SAMPLE / 2 < len(sample) <= SAMPLE
-    assert len((sample % 300).unique()) == 300
-    assert sample.square().mean().item() == pytest.approx(wide.square().mean().item(), rel=1e-2)
+    numbers = sample([wide])
+    assert SAMPLE / 2 < len(numbers) <= SAMPLE
+    assert len((numbers % 300).unique()) == 300
+    assert numbers.square().mean().item() == pytest.approx(wide.square().mean().item(), rel=1e-2)
 
 
 def sharded(rank, world):
