@@ -17,7 +17,8 @@ def sample(tensors: Sequence[Tensor], most: int = SAMPLE) -> Tensor:
     >>> sample([torch.arange(12.0).view(3, 4), torch.zeros(2)], most=4).tolist()
     [0.0, 3.0, 6.0, 9.0, 0.0, 0.0]
     """
-    return torch.cat([t.detach().flatten()[:: _stride(t, most)] for t in tensors])
+    with torch.no_grad():
+        return torch.cat([t.flatten()[:: _stride(t, most)] for t in tensors])
 
 
 def sampled(tensor: Tensor, most: int = SAMPLE) -> int:
@@ -38,10 +39,11 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(_many._foreach_norm(list(tensors), 2, torch.float32))
 
 
+@torch.no_grad()
 def largest(tensors: Sequence[Tensor]) -> Tensor:
     """The largest |number| of each tensor [tensors], float32: NaN where there is one, 0 of an empty one."""
     # One read of memory each; a norm of order infinity is many times slower on a CPU.
-    pairs = [torch.aminmax(t.detach()) if t.numel() else (t.new_zeros(()),) * 2 for t in tensors]
+    pairs = [torch.aminmax(t) if t.numel() else (t.new_zeros(()),) * 2 for t in tensors]
     low, high = (torch.stack([end.float() for end in ends]) for ends in zip(*pairs, strict=True))
     return torch.maximum(-low, high)
 

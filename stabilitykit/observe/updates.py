@@ -29,6 +29,7 @@ class _Part(NamedTuple):
 
     at: list[int]
     params: list[Tensor]
+    own: list[Tensor]  # what this rank holds of them
     grads: list[Tensor]
     sizes: list[int]
     before: Tensor
@@ -83,15 +84,14 @@ class Updates:
         for device in dict.fromkeys(p.device for p in held):
             params = [p for p in held if p.device == device]
             at = [self._at[id(p)] for p in params]
-            grads = [_local(p.grad) for p in params]
-            yield _Part(at, params, grads, [self._sizes[i] for i in at], sample(list(map(_local, params))))
+            own, grads = [_local(p) for p in params], [_local(p.grad) for p in params]
+            yield _Part(at, params, own, grads, [self._sizes[i] for i in at], sample(own))
 
     def _changes(self, part: _Part) -> None:
-        params = list(map(_local, part.params))
-        now = sample(params)
+        now = sample(part.own)
         self._note("update", part.at, norms((part.before - now).split(part.sizes)))
         self._note("weight", part.at, norms(now.split(part.sizes)))
-        self._note("peak", part.at, largest(params))
+        self._note("peak", part.at, largest(part.own))
 
     def _against_moments(self, optimizer: Optimizer, part: _Part) -> None:
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
