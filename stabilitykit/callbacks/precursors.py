@@ -106,7 +106,7 @@ class PrecursorMonitor(Monitor):
             if any(monitor.kind == "attention" and monitor.due for monitor in self.run.monitors):
                 self.run.listeners.append(self._listen)  # its tap serves both
             else:
-                self._tap = Tap(module, self._listen)
+                self._tap = Tap(module, self._listen, forward_only=True)
                 self._tap.__enter__()
 
     def _trained(self, module: Any) -> list[tuple[str, Tensor]]:

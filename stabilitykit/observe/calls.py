@@ -63,15 +63,20 @@ class _Pending:
 class Calls:
     """The calls of one opening of a tap; the kernel families record into it.
 
-    Each call is handed to `on_call` as soon as its backward is done, those without one at the end.
+    Each call is handed to `on_call` as soon as its backward is done, those without one at the end; with
+    `forward_only` as soon as it has its output, and nothing of it is kept.
     """
 
     muted: ClassVar[bool] = False  # while one tap hands over, what that computes is seen by none
 
     def __init__(
-        self, on_call: Callable[[AttentionCall], None] | None, replace: Callable[..., Tensor] | None
+        self,
+        on_call: Callable[[AttentionCall], None] | None,
+        replace: Callable[..., Tensor] | None,
+        forward_only: bool = False,
     ):
         self.replace = replace
+        self._forward_only = forward_only
         self.heads: int | None = None  # of the multi_head_attention_forward that is running
         self._on_call = on_call
         self._place = Place()
@@ -136,6 +141,10 @@ class Calls:
             return None
         told = {k: v.detach() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
         call = AttentionCall(name, q.seen(), k.seen(), v.seen(), out.seen(), told, backend, lse)
+        if self._forward_only:
+            if not in_backward():  # else activation checkpointing, which runs it once more
+                self._hand_over(call)
+            return call
         pending = _Pending(call, in_backward(), key)
         if pending.recomputed:
             self._recognise(call)

@@ -15,7 +15,7 @@ from stabilitykit.observe.calls import AttentionCall
 from stabilitykit.observe.exactly import exact_options, part_of
 
 SEQUENCES, ROWS = 4, 16  # of a call and of the output: evenly spaced; one sequence may be anything
-AT_ONCE = 1 << 22  # numbers of k in the calls that are looked at together, beyond which nothing is gained
+AT_ONCE = 1 << 23  # numbers of q held back, to look at many calls together; beyond, nothing is gained
 
 
 class _Call(NamedTuple):
@@ -49,6 +49,7 @@ class Forward:
         self._outliers: dict[str, Tensor] = {}
         self._log_z: Tensor | None = None
         self._waiting: list[_Call] = []
+        self._held = 0
         self._max_logit: dict[str, Tensor] = {}
         self._entropy: dict[str, Tensor] = {}
         takers: dict[str, Callable[[Tensor], None]] = {}
@@ -70,7 +71,7 @@ class Forward:
             self._look()
 
     def __call__(self, call: AttentionCall) -> None:
-        """Takes the logits of a call: those of an open pass when it closes, with all that are alike."""
+        """Takes the logits of a call: in an open pass with others that are alike, before it closes."""
         if call.q.dim() != 4 or call.q.numel() == 0 or call.k.shape[2] < 2:
             return  # no row sees two keys
         some = _every(call.q.shape[0], SEQUENCES)
@@ -78,7 +79,8 @@ class Forward:
         tensors = (call.q[some], call.k[some], call.v[some, ..., :1])  # of the output nothing is used
         layer = self._layer_of_module(call.name.split("#")[0])
         self._waiting.append(_Call(layer, tensors, part_of(options, sequences=some)))
-        if not self.is_open:
+        self._held += call.q.numel()
+        if not self.is_open or self._held >= AT_ONCE:
             self._look()
 
     def _look(self) -> None:
@@ -86,11 +88,9 @@ class Forward:
         groups: dict[Any, list[_Call]] = {}
         for call in self._waiting:
             groups.setdefault(call.like(), []).append(call)
-        self._waiting.clear()
+        self._waiting, self._held = [], 0
         for group in groups.values():
-            size = max(1, AT_ONCE // group[0].tensors[1].numel())
-            for at in range(0, len(group), size):
-                self._look_at(group[at : at + size])
+            self._look_at(group)
 
     def _look_at(self, calls: list[_Call]) -> None:
         tensors = calls[0].tensors

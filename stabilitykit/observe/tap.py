@@ -44,6 +44,8 @@ class Tap(TorchFunctionMode):
         on_call: receives an `AttentionCall`; gradients and autocast are off while it runs.
         replace: used in place of the kernel, `replace(q, k, v, **kwargs) -> out`, shapes and kwargs as
             in `AttentionCall`.
+        forward_only: hand a call over as soon as it has its output, without gradients. Else q, k, v and
+            out of every call live until its backward, also where activation checkpointing would free them.
     """
 
     def __init__(
@@ -51,12 +53,15 @@ class Tap(TorchFunctionMode):
         module: nn.Module,
         on_call: Callable[[AttentionCall], None] | None = None,
         replace: Callable[..., Tensor] | None = None,
+        *,
+        forward_only: bool = False,
     ):
         super().__init__()
         self._module = module
         self._on_call = on_call
         self._replace = replace
-        self._calls = Calls(on_call, replace)
+        self._forward_only = forward_only
+        self._calls = Calls(on_call, replace, forward_only)
         self._open = 0
 
     @property
@@ -68,7 +73,7 @@ class Tap(TorchFunctionMode):
         super().__enter__()
         self._open += 1
         if self._open == 1:
-            self._calls = Calls(self._on_call, self._replace)
+            self._calls = Calls(self._on_call, self._replace, self._forward_only)
             self._resources = ExitStack()
             self._resources.enter_context(followed(self._module, self._calls.enter, self._calls.leave))
             if sys.modules.keys() & _COMPILING:  # else nothing is compiled, and the import takes seconds

@@ -61,7 +61,7 @@ def test_logits_and_entropy_are_those_of_a_plain_loop(masked):
     assert whole == {}
 
 
-@pytest.mark.parametrize("at_once", [1, 1 << 22])
+@pytest.mark.parametrize("at_once", [1, 1 << 23])
 def test_like_and_unlike_calls_are_not_mixed_up(monkeypatch, at_once):
     monkeypatch.setattr(forward_module, "AT_ONCE", at_once)
     first = [call("blocks.0.attn"), call("blocks.0.attn#1"), call("blocks.0.attn#2", masked=True)]

@@ -1,4 +1,5 @@
 import contextlib
+import weakref
 
 import pytest
 import torch
@@ -47,9 +48,9 @@ def test_the_gradients_are_those_of_this_very_call():
     torch.testing.assert_close(call.dv, v.grad)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("reentrant", [None, True, False])
-def test_watching_changes_no_bit_and_checkpointing_hides_nothing(autocast, reentrant):
+def checkpointed(reentrant):
+    """The tiny model whose attention is computed again in the backward, unless `reentrant` is None."""
+
     class Checkpointed(tiny.Attention):
         def forward(self, x):
             if reentrant is None:
@@ -58,6 +59,13 @@ def test_watching_changes_no_bit_and_checkpointing_hides_nothing(autocast, reent
 
     model = tiny.Model()
     model.blocks = nn.ModuleList(Checkpointed(16, 2, 0.1) for _ in range(2))
+    return model
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_watching_changes_no_bit_and_checkpointing_hides_nothing(autocast, reentrant):
+    model = checkpointed(reentrant)
 
     def train(tap):
         torch.manual_seed(5)
@@ -107,6 +115,24 @@ def test_a_call_without_backward_comes_when_the_tap_closes():
         assert calls == []
     assert [call.name for call in calls] == ["blocks.0", "blocks.1"]
     assert calls[0].dq is None
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_a_forward_only_tap_hands_over_at_once_and_keeps_nothing(reentrant):
+    model, names, alive = checkpointed(reentrant), [], []
+
+    def look(call):
+        assert call.dq is None
+        names.append(call.name)
+        alive.append(weakref.ref(call.q))
+
+    with Tap(model, look, forward_only=True) as tap:
+        loss = loss_of(model)
+        assert names == ["blocks.0", "blocks.1"]
+        assert [q() for q in alive] == [None, None]
+        loss.backward()
+    assert names == ["blocks.0", "blocks.1"]  # what is computed again is no other call
+    assert tap.unseen == {}
 
 
 def test_one_module_called_twice_gives_two_names():
