@@ -189,7 +189,7 @@ class Calls:
             for pending in self._pending:
                 if pending.call.name not in self._done and not pending.recomputed:
                     self._done.add(pending.call.name)
-                    self._hand_over(pending)
+                    self._hand_over_intact(pending)
         self._pending.clear()
         self._place.clear()
 
@@ -216,15 +216,18 @@ class Calls:
         name = pending.call.name
         self._pending = [other for other in self._pending if other.call.name != name]
         self._done.add(name)
-        self._hand_over(pending)
+        self._hand_over_intact(pending)
 
-    def _hand_over(self, pending: _Pending) -> None:
-        assert self._on_call is not None
-        call = pending.call
-        if [version(tensor) for tensor in pending.tensors()] != pending.versions:
+    def _hand_over_intact(self, pending: _Pending) -> None:
+        name = pending.call.name.split("#")[0]
+        if [version(tensor) for tensor in pending.tensors()] == pending.versions:
+            self._hand_over(pending.call)
+        else:
             reason = "its tensors were written to, in place, before its backward was done"
-            self._reported.setdefault(call.name.split("#")[0], reason)
-            return
+            self._reported.setdefault(name, reason)
+
+    def _hand_over(self, call: AttentionCall) -> None:
+        assert self._on_call is not None
         Calls.muted = True
         try:
             with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
