@@ -7,8 +7,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from stabilitykit.observe.modules import Place, in_backward
+
+FLEETING = "its tensors are nested, or live only inside torch.func, and nobody can keep them"
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +61,11 @@ class _Pending:
     recomputed: bool  # by activation checkpointing, in the backward
     key: Tensor | None  # what an explicit backward will present, the forward's lse
     missing: set[str] = field(default_factory=set)
+    versions: list[int] = field(default_factory=list)  # of its tensors, when it was recorded
+
+    def tensors(self) -> list[Tensor]:
+        call = self.call
+        return [t for t in (call.q, call.k, call.v, call.out, *call.kwargs.values()) if isinstance(t, Tensor)]
 
 
 class Calls:
@@ -100,11 +108,18 @@ class Calls:
 
     def suspect(self) -> None:
         """The running module, whatever its name, takes a softmax of a product: it owes a record."""
-        self._entered.setdefault(self._place.here, "a softmax of a product")
+        if not self._again:
+            self._entered.setdefault(self._place.here, "a softmax of a product")
 
     def report(self, reason: str) -> None:
         """Attention of the running module is not watched, for `reason`."""
-        self._reported.setdefault(self._place.here, reason)
+        if not self._again:
+            self._reported.setdefault(self._place.here, reason)
+
+    @property
+    def _again(self) -> bool:
+        """Whether activation checkpointing computes again, outside any module, what has been seen in one."""
+        return in_backward() and not self._place.known
 
     @property
     def unseen(self) -> dict[str, str]:
@@ -120,8 +135,10 @@ class Calls:
     # What a kernel family does with a call.
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """A view whose gradient is that of the one call it goes into."""
-        return tensor.view_as(tensor) if torch.is_grad_enabled() and tensor.requires_grad else tensor
+        """A view whose gradient is that of the one call it goes into; without one where none will flow."""
+        if not tensor.requires_grad:
+            return tensor
+        return tensor.view_as(tensor) if torch.is_grad_enabled() else tensor.detach()
 
     def record(
         self,
@@ -146,6 +163,7 @@ class Calls:
                 self._hand_over(call)
             return call
         pending = _Pending(call, in_backward(), key)
+        pending.versions = [version(tensor) for tensor in pending.tensors()]
         if pending.recomputed:
             self._recognise(call)
         self._pending.append(pending)
@@ -157,8 +175,11 @@ class Calls:
                 operand.tensor.register_hook(partial(self._arrived, pending, slot, operand.form))
         return call
 
-    def take_back(self, call: AttentionCall | None) -> None:
-        """Forgets a recorded call whose gradients turn out to be another's too."""
+    def take_back(self, call: AttentionCall | None, reason: str) -> None:
+        """Forgets a recorded call that was not handed over yet, and says why."""
+        for pending in self._pending:
+            if pending.call is call:
+                self._reported.setdefault(pending.call.name.split("#")[0], reason)
         self._pending = [pending for pending in self._pending if pending.call is not call]
 
     def gradients(self, key: Tensor, **grads: Tensor) -> None:
@@ -177,7 +198,7 @@ class Calls:
             for pending in self._pending:
                 if pending.call.name not in self._done and not pending.recomputed:
                     self._done.add(pending.call.name)
-                    self._hand_over(pending.call)
+                    self._hand_over_intact(pending)
         self._pending.clear()
         self._place.clear()
 
@@ -204,7 +225,15 @@ class Calls:
         name = pending.call.name
         self._pending = [other for other in self._pending if other.call.name != name]
         self._done.add(name)
-        self._hand_over(pending.call)
+        self._hand_over_intact(pending)
+
+    def _hand_over_intact(self, pending: _Pending) -> None:
+        name = pending.call.name.split("#")[0]
+        if [version(tensor) for tensor in pending.tensors()] == pending.versions:
+            self._hand_over(pending.call)
+        else:
+            reason = "its tensors were written to, in place, before its backward was done"
+            self._reported.setdefault(name, reason)
 
     def _hand_over(self, call: AttentionCall) -> None:
         assert self._on_call is not None
@@ -214,6 +243,16 @@ class Calls:
                 self._on_call(call)
         finally:
             Calls.muted = False
+
+
+def is_fleeting(tensor: Tensor) -> bool:
+    """Whether the tensor cannot be kept as [b, h, n, d]: nested, or wrapped by vmap, grad and the like."""
+    return tensor.is_nested or is_functorch_wrapped_tensor(tensor)
+
+
+def version(tensor: Tensor) -> int:
+    """How often the tensor, or what it is a view of, was written to; 0 where torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def as_autocast(tensor: Tensor) -> Tensor:

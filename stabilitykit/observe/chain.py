@@ -1,18 +1,30 @@
-"""What hand-written attention does to its scores between q k^T and the values, op by op."""
+"""What became of the scores of hand-written attention so far, known by a note on the tensor itself."""
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from math import inf
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stabilitykit.observe.calls import Operand
+from stabilitykit.observe.calls import Operand, version
 
 _NOTE = "_stabilitykit_chain"  # an attribute of the scores lives exactly as long as they do
-_HIDES = -1e3  # a score this low gets probability 0
+LOOSE = "_stabilitykit_loose"  # of what else was made of scores: the hooks that wait for its gradient
+_SHARED = "its scores are used elsewhere too, and dq is that of both"
+HIDES = -1e3  # a score this low gets probability 0
+_DROWNS = -1e30  # beside a number this low nothing is left of a score, in any format
+
+
+@dataclass(slots=True)
+class Fate:
+    """What all chains of one q k^T share."""
+
+    calls: list[Any] = field(default_factory=list)  # what each product with values recorded
+    still: list[tuple[Tensor, int]] = field(default_factory=list)  # not to be written to, and the version
+    shared: bool = False  # gradients come from elsewhere too
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,185 +45,97 @@ class Chain:
     kept: Tensor | None = None  # by dropout
     learned: bool = False  # the scale gets gradients
     filled: bool = False  # a finite number was put in place of scores, and no gradient passes it
-    uses: list[Any] = field(default_factory=list)  # what each product with values recorded
+    fate: Fate = field(default_factory=Fate)
+    batched: bool = True  # no factor of q k^T may be a weight, which has two axes
     unknown: str | None = None  # the first thing that was not understood
 
     def blind(self) -> bool:
-        """Whether a row is left with nothing but what was filled in: its keys count, but send no gradient."""
-        return self.filled and self.mask is not None and bool((self.mask.amax(-1) <= _HIDES).any())
+        """Whether a finite number hides all keys of a row: filled in it stops gradients, added it rounds."""
+        if self.mask is None or (self.mask.dtype in (torch.bool, torch.float64) and not self.filled):
+            return False
+        top = self.mask.amax(-1)
+        return bool(((top <= HIDES) & (self.filled | (top > _DROWNS))).any())
 
     def lost(self, why: str) -> "Chain":
         """The chain with the reason why nobody can tell what it computes."""
         return self if self.unknown else replace(self, mask=None, kept=None, unknown=why)
 
 
+_NOTHING = Operand(torch.empty(0))
+
+
+def opaque(why: str, batched: bool) -> Chain:
+    """The chain of a product that is not understood."""
+    return Chain(_NOTHING, _NOTHING, None, batched=batched, unknown=why)
+
+
 def note(tensor: Tensor, chain: Chain) -> Tensor:
     """The tensor, which from now on is known as the end of `chain`."""
-    setattr(tensor, _NOTE, chain)
+    setattr(tensor, _NOTE, (chain, version(tensor), tensor.requires_grad))
     return tensor
 
 
 def noted(tensor: Any) -> Chain | None:
-    """The chain that ends in this tensor, if any."""
-    return getattr(tensor, _NOTE, None)
+    """The chain that ends in this tensor, if any; lost if it was written to where nobody could see."""
+    found = getattr(tensor, _NOTE, None)
+    if found is None:
+        return None
+    chain, before, required = found
+    if required != tensor.requires_grad:
+        return chain.lost("a part of it inside an autograd function, as a checkpoint is")
+    if any(version(held) != then for held, then in [(tensor, before), *chain.fate.still]):
+        return chain.lost("a write into its scores or mask that went another way")
+    return chain.lost(_SHARED) if chain.fate.shared else chain
 
 
-def follow(calls: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs an op that a chain may go through, and carries the chain on."""
-    if "input" in kwargs:
-        args, kwargs = (kwargs["input"], *args), {k: v for k, v in kwargs.items() if k != "input"}
-    at = next((i for i, arg in enumerate(args) if isinstance(arg, Tensor) and noted(arg)), None)
-    if at is None:
-        return func(*args, **kwargs)
-    chain, shape = noted(args[at]), args[at].shape
-    result = func(*args, **kwargs)
-    assert chain is not None
-    step = _STEPS[func]
-    if step is _softmax:
-        calls.suspect()
-    if chain.unknown:
-        return note(result, replace(chain, soft=chain.soft or step is _softmax))
-    return note(result, step(_Step(chain, at, args, kwargs, shape, result)))
+def strayed(calls: Any, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """After any other op: what came out is lost to the chains that went in, and its gradient told them."""
+    into = [arg for arg in _tensors((*args, *kwargs.values())) if hasattr(arg, _NOTE)]
+    loose = [one for arg in _tensors(args) for one in getattr(arg, LOOSE, ())]
+    for out in _tensors((result,)) if into or loose else ():
+        forked(calls, into, out, loose, in_place=any(out is arg for arg in _tensors(args)))
+        for arg in into:
+            chain = noted(arg)
+            assert chain is not None
+            if _name(func) == "data":
+                chain.fate.still.append((out, version(out)))
+            elif out.dim() == arg.dim() and func is not F.linear:
+                note(out, chain.lost(f"{_name(func)} on its {'probabilities' if chain.soft else 'scores'}"))
 
 
-def strayed(func: Any, args: Any, result: Tensor) -> None:
-    """After any other op: a chain that went into it is lost, and so is what came out."""
-    for arg in args[0] if args and isinstance(args[0], list | tuple) else args[:2]:
-        chain = noted(arg) if isinstance(arg, Tensor) else None
-        if chain is None:
-            continue
-        why = f"{getattr(func, '__name__', func)} on its {'probabilities' if chain.soft else 'scores'}"
-        if result.dim() == arg.dim() and func is not F.linear:
-            note(result, chain.lost(why))
+def forked(
+    calls: Any, into: list[Tensor], out: Tensor, loose: Iterable[tuple[Fate, Any]] = (), *, in_place: bool
+) -> None:
+    """Should `out` get a gradient, dq of the chains that went into it is not that of attention alone."""
+    if not out.requires_grad:
+        return
+    fates = [chain.fate for chain in map(noted, into) if chain]
+    if in_place:  # a hook on a view that was written to crashes torch 2.13: take it that a gradient comes
+        for fate in fates:
+            _elsewhere(calls, fate)
+        return
+    hooks = [(fate, out.register_hook(partial(_elsewhere, calls, fate))) for fate in fates]
+    if hooks or loose:
+        setattr(out, LOOSE, [*loose, *hooks])
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    chain: Chain
-    at: int  # which argument the scores are
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    shape: torch.Size  # of the scores
-    result: Tensor
-
-    def get(self, position: int, name: str, default: Any = None) -> Any:
-        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
-
-    def other(self) -> Any:
-        return self.args[0] if self.at == 1 else self.get(1, "other")
+def _elsewhere(calls: Any, fate: Fate, grad: Tensor | None = None) -> None:
+    fate.shared = True
+    for call in fate.calls:
+        calls.take_back(call, _SHARED)
 
 
-def _scaled(step: _Step, *, inverse: bool = False) -> Chain:
-    chain, factor = step.chain, step.other()
-    if chain.soft or (inverse and step.at) or "rounding_mode" in step.kwargs:
-        return chain.lost("a product or quotient that no attention has")
-    if isinstance(factor, Tensor) and factor.numel() > 1:
-        return chain.lost("its scores are scaled by a tensor")
-    learned = chain.learned or (isinstance(factor, Tensor) and factor.requires_grad)
-    value = float(factor.detach() if isinstance(factor, Tensor) else factor)
-    value = 1 / value if inverse else value
-    mask = chain.mask if chain.mask is None or chain.mask.dtype == torch.bool else chain.mask * value
-    if chain.softcap is None:
-        return replace(chain, scale=chain.scale * value, mask=mask, learned=learned)
-    return replace(chain, softcap=chain.softcap * value, mask=mask, learned=learned)
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (item for item in value if isinstance(item, Tensor))
 
 
-def _divided(step: _Step) -> Chain:
-    return _scaled(step, inverse=True)
-
-
-def _tanh(step: _Step) -> Chain:
-    chain = step.chain
-    if chain.soft or chain.softcap is not None or chain.mask is not None:
-        return chain.lost("a tanh after the mask or after another")
-    return replace(chain, softcap=1.0)
-
-
-def _added(step: _Step, *, sign: int = 1) -> Chain:
-    chain, other, alpha = step.chain, step.other(), sign * step.kwargs.get("alpha", 1)
-    if chain.soft or (step.at and alpha != 1) or step.result.shape != step.shape:
-        return chain.lost("a sum or difference that no attention has")
-    if _made_of(other, chain):
-        return chain.lost("a bias made of its own scores")
-    bias = other if isinstance(other, Tensor) else step.result.new_tensor(other)
-    bias = bias if alpha == 1 else bias * alpha
-    if chain.mask is None:
-        return replace(chain, mask=bias if bias.is_floating_point() else bias.to(step.result.dtype))
-    if chain.mask.dtype == torch.bool:
-        return replace(chain, mask=torch.where(chain.mask, bias, -inf))
-    return replace(chain, mask=chain.mask + bias)
-
-
-def _made_of(other: Any, chain: Chain) -> bool:
-    # Such a bias has a share in the gradients of q and k; only what is one number per row has none.
-    own = noted(other) if isinstance(other, Tensor) and other.requires_grad else None
-    return own is not None and own.q.tensor is chain.q.tensor and other.shape[-1] > 1
-
-
-def _taken_off(step: _Step) -> Chain:
-    return _added(step, sign=-1)
-
-
-def _filled(step: _Step) -> Chain:
-    return _hidden(step, step.get(1, "mask").bool(), step.get(2, "value"))
-
-
-def _where(step: _Step) -> Chain:
-    if step.at == 0:  # scores.where(keep, value)
-        return _hidden(step, ~step.args[1], step.get(2, "other"))
-    keep = step.args[0] if step.at == 1 else ~step.args[0]
-    return _hidden(step, ~keep, step.get(2, "other") if step.at == 1 else step.args[1])
-
-
-def _hidden(step: _Step, hidden: Tensor, value: Any) -> Chain:
-    chain = step.chain
-    value = float(value.detach().max()) if isinstance(value, Tensor) else float(value)
-    if step.result.shape != step.shape or value > (0 if chain.soft else _HIDES):
-        return chain.lost(f"a fill with {value:g}")
-    if chain.soft:
-        return replace(chain, kept=~hidden if chain.kept is None else chain.kept & ~hidden)
-    if value == -inf and (chain.mask is None or chain.mask.dtype == torch.bool):
-        return replace(chain, mask=~hidden if chain.mask is None else chain.mask & ~hidden)
-    # Finite: a row that is hidden as a whole attends to all its keys alike. A float64 sum keeps nothing
-    # of the score beside this number either.
-    wide = step.result.dtype == torch.float64
-    floor = torch.finfo(torch.float64 if wide else torch.bfloat16).min
-    bias = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=hidden.device)
-    if chain.mask is not None:
-        bias = chain.mask if chain.mask.dtype != torch.bool else torch.where(chain.mask, bias, -inf)
-    mask = torch.where(hidden, floor if value > -inf else -inf, bias)
-    return replace(chain, mask=mask, filled=chain.filled or value > -inf)
-
-
-def _softmax(step: _Step) -> Chain:
-    if step.chain.soft or step.get(1, "dim") not in (-1, len(step.shape) - 1):
-        return replace(step.chain.lost("a softmax that is not over the keys, once"), soft=True)
-    return replace(step.chain, soft=True)
-
-
-def _dropped(step: _Step) -> Chain:
-    chain, p, on = step.chain, step.get(1, "p", 0.5), step.get(2, "training", step.kwargs.get("train", True))
-    if not on or p == 0:
-        return chain
-    if not chain.soft or chain.dropout_p or p == 1:
-        return chain.lost("a dropout that is not of its probabilities, once")
-    kept = step.result != 0  # a probability of 0 contributes nothing, kept or not
-    return replace(chain, dropout_p=float(p), kept=kept if chain.kept is None else chain.kept & kept)
-
-
-def _reshaped(step: _Step) -> Chain:
-    chain, shape = step.chain, step.result.shape
-    if shape[-2:] != step.shape[-2:]:
-        return chain.lost("a shape that mixes rows or keys with something else")
-    laid = {
-        name: relaid(tensor, step.shape[:-2], shape[:-2])
-        for name, tensor in (("mask", chain.mask), ("kept", chain.kept))
-    }
-    return replace(chain, **laid, batch=shape[0] if len(shape) > 3 else chain.batch)
-
-
-def _same(step: _Step) -> Chain:
-    return step.chain
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return func.__self__.__name__ if name == "__get__" else name
 
 
 def relaid(tensor: Tensor | None, old: tuple[int, ...], new: tuple[int, ...]) -> Tensor | None:
@@ -222,37 +146,3 @@ def relaid(tensor: Tensor | None, old: tuple[int, ...], new: tuple[int, ...]) ->
     if all(size == 1 for size in tensor.shape[:-2]):
         return tensor.reshape(rows_keys)
     return tensor.expand(*old, *rows_keys).reshape(*new, *rows_keys)
-
-
-def spelled(*names: str) -> list[Any]:
-    """The functions of these names, as functions of torch, of F and as methods."""
-    owners = (torch, F, Tensor, torch.special)
-    return [getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)]
-
-
-def _table() -> dict[Any, Callable[[_Step], Chain]]:
-    steps: dict[Callable[[_Step], Chain], tuple[str, ...]] = {
-        _scaled: ("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"),
-        _divided: ("div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"),
-        _tanh: ("tanh", "tanh_"),
-        _added: ("add", "add_", "__add__", "__radd__", "__iadd__"),
-        _taken_off: ("sub", "sub_", "subtract", "__sub__", "__isub__"),
-        _filled: ("masked_fill", "masked_fill_"),
-        _where: ("where",),
-        _softmax: ("softmax",),
-        _dropped: ("dropout",),
-        _reshaped: ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"),
-        _same: ("to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"),
-    }  # fmt: skip
-    return {func: step for step, names in steps.items() for func in spelled(*names)}
-
-
-def _assigned(calls: Any, func: Any, args: Any, kwargs: Any) -> None:
-    func(*args, **kwargs)
-    chain = noted(args[0])
-    if chain is not None:
-        note(args[0], chain.lost("an assignment into its scores"))
-
-
-_STEPS = _table()
-HANDLERS: dict[Any, Any] = {**dict.fromkeys(_STEPS, follow), Tensor.__setitem__: _assigned}

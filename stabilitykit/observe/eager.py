@@ -7,37 +7,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stabilitykit.observe import chain as chains
-from stabilitykit.observe import product
-from stabilitykit.observe.calls import Calls, Operand, as_autocast
-from stabilitykit.observe.chain import Chain, note, noted, relaid, spelled
+from stabilitykit.observe import ops, product
+from stabilitykit.observe.calls import FLEETING, Calls, Operand, as_autocast, is_fleeting
+from stabilitykit.observe.chain import Chain, forked, note, noted, opaque, relaid, strayed
+from stabilitykit.observe.ops import spelled
 from stabilitykit.observe.product import Product, arranged
 
+_LEARNED = "a parameter in the place of queries, keys or values"
 _PRODUCTS = {
-    **dict.fromkeys(spelled("matmul", "bmm", "__matmul__"), product.matmul),
-    **dict.fromkeys(spelled("baddbmm"), product.baddbmm),
+    **dict.fromkeys([*spelled("matmul", "bmm", "mm", "__matmul__"), torch.linalg.matmul], product.matmul),
+    **dict.fromkeys(spelled("baddbmm", "addmm"), product.baddbmm),
     torch.einsum: product.einsum,
 }
 
 
 def _multiply(calls: Calls, func: Any, args: Any, kwargs: Any) -> Any:
     made = _PRODUCTS[func](func, args, kwargs)
-    if made is None or len(made.summed) != 1 or len(made.out) < 2:
-        return func(*args, **kwargs)
+    if made is None:
+        result = func(*args, **kwargs)
+        strayed(calls, func, args, kwargs, result)
+        return result
     for first in (True, False):
         probs, axes = (made.a, made.in_a) if first else (made.b, made.in_b)
         chain = noted(probs)
         if chain is not None and chain.soft and made.summed == axes[-1]:
             return _weigh(calls, made, chain, probs_first=first)
-    return _score(calls, made)
+    scores = _score(calls, made)
+    forked(calls, [made.a, made.b], scores, in_place=False)
+    return scores
 
 
 def _score(calls: Calls, made: Product) -> Tensor:
     """A product that may be q k^T: its operands get aliases, so that their gradients are known."""
+    reason = _no_scores(made)
+    if reason:
+        into = noted(made.a) or noted(made.b)
+        return note(made.run(made.a, made.b), into.lost(reason) if into else opaque(reason, made.batched))
     lead, rows, keys = made.out[:-2], made.out[-2], made.out[-1]
     sides = sorted((made.in_a, made.in_b), key=lambda axes: keys in axes)
-    if [rows in axes for axes in sides] != [True, False] or keys in sides[0] or keys not in sides[1]:
-        return made.run(made.a, made.b)
     # b first, or a tensor that is both gets its gradients added in another order.
     b, a = calls.alias(as_autocast(made.b)), calls.alias(as_autocast(made.a))
     scores = made.run(a, b)
@@ -50,12 +57,27 @@ def _score(calls: Calls, made: Product) -> Tensor:
         scores.shape[0] if len(lead) > 1 else None,
         scale=made.alpha,
         mask=made.bias,
+        batched=made.batched,
     )
     if made.a is made.b:
         chain = chain.lost("a product of a tensor with itself")
     if len(lead) == 1 and calls.heads:
         chain = replace(chain, batch=scores.shape[0] // calls.heads)
     return note(scores, chain)
+
+
+def _no_scores(made: Product) -> str | None:
+    """Why a product is not one of rows with keys, each in its own factor; None where it is."""
+    if is_fleeting(made.a) or is_fleeting(made.b):
+        return FLEETING
+    if made.learned:
+        return _LEARNED
+    rows, keys = made.out[-2:] if len(made.out) > 1 else ("", "")
+    factors = [made.in_a, made.in_b]
+    apart = any(rows in one and keys not in one for one in factors) and any(
+        keys in one and rows not in one for one in factors
+    )
+    return None if apart and len(made.summed) == 1 else "a product that is not of rows with keys"
 
 
 def _weigh(calls: Calls, made: Product, chain: Chain, *, probs_first: bool) -> Tensor:
@@ -65,15 +87,18 @@ def _weigh(calls: Calls, made: Product, chain: Chain, *, probs_first: bool) -> T
     lead, rows, keys, wide = axes[:-2], axes[-2], axes[-1], "".join(set(v_axes) - set(axes))
     if len(wide) != 1 or rows in v_axes or set(made.out) != {*lead, rows, wide} or made.bias is not None:
         chain = chain.lost("its second product is not that of probabilities and values")
+    if made.learned:
+        chain = chain.lost(_LEARNED)
     if chain.blind():
         chain = chain.lost("rows whose keys are all hidden, by a finite number")
-    if chain.uses:
+    if chain.fate.calls:
         chain = chain.lost("its probabilities weigh two values, and dq is that of both")
-        calls.take_back(chain.uses[0])
+        assert chain.unknown
+        calls.take_back(chain.fate.calls[0], chain.unknown)
     v = Operand(value, lambda t: arranged(t, v_axes, lead + keys + wide))
     reason = chain.unknown or _misfit(*(operand.seen().shape[:-2] for operand in (chain.q, chain.k, v)))
     if reason:
-        chain.uses.append(None)
+        chain.fate.calls.append(None)
         calls.report(f"attention written by hand, not understood: {reason}")
         return made.run(made.a, made.b)
     batch = chain.batch or (probs.shape[0] if lead else 1)
@@ -89,7 +114,7 @@ def _weigh(calls: Calls, made: Product, chain: Chain, *, probs_first: bool) -> T
         if calls.replace:
             calls.report("attention written by hand, not replaced: its scale is learned")
     seen = Operand(out, _by_heads(lambda t: arranged(t, made.out, lead + rows + wide), batch))
-    chain.uses.append(calls.record(q, k, v, seen, kwargs, backend))
+    chain.fate.calls.append(calls.record(q, k, v, seen, kwargs, backend))
     return out
 
 
@@ -128,4 +153,4 @@ def _kwargs(chain: Chain, lead: torch.Size, batch: int, grouped: bool) -> dict[s
     return kwargs
 
 
-HANDLERS = {**chains.HANDLERS, **dict.fromkeys(_PRODUCTS, _multiply)}
+HANDLERS = {**ops.HANDLERS, **dict.fromkeys(_PRODUCTS, _multiply)}

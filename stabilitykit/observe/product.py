@@ -30,32 +30,44 @@ class Product(NamedTuple):
         """The axes that are summed over."""
         return "".join(axis for axis in self.in_a if axis in self.in_b and axis not in self.out)
 
+    @property
+    def batched(self) -> bool:
+        """Whether neither factor can be a weight, learned or computed from others."""
+        return min(len(self.in_a), len(self.in_b)) > 2 and not self.learned
+
+    @property
+    def learned(self) -> bool:
+        """Whether a factor is a parameter, as of experts or a memory: its gradient is not one call's."""
+        return _is_parameter(self.a) or _is_parameter(self.b)
+
 
 def matmul(func: Any, args: Any, kwargs: Any) -> Product | None:
-    """What a call of matmul or bmm multiplies; None where it is no product of two activations."""
-    tensors = [*args, *(kwargs[name] for name in ("other", "mat2") if name in kwargs)]
+    """What a call of matmul, mm or bmm multiplies; None where it is no product of two activations."""
+    tensors = _given(args, kwargs, "other", "mat2")
     if len(tensors) != 2 or "out" in kwargs or not _activations(*tensors):
         return None
     a, b = tensors
-    if a.dim() != b.dim() or a.dim() < 2:
+    if min(a.dim(), b.dim()) < 2:
         return None
-    lead = _LEAD[: a.dim() - 2]
-    return Product(a, b, lead + "xy", lead + "yz", lead + "xz", func)
+    lead = _LEAD[: max(a.dim(), b.dim()) - 2]
+    own_a, own_b = (lead[len(lead) + 2 - tensor.dim() :] for tensor in (a, b))
+    return Product(a, b, own_a + "xy", own_b + "yz", lead + "xz", func)
 
 
 def baddbmm(func: Any, args: Any, kwargs: Any) -> Product | None:
-    """What a call of baddbmm multiplies, scales and adds."""
-    tensors = [*args, *(kwargs[name] for name in ("batch1", "batch2") if name in kwargs)]
+    """What a call of baddbmm or addmm multiplies, scales and adds."""
+    tensors = _given(args, kwargs, "batch1", "mat1", "batch2", "mat2")
     if len(tensors) != 3 or "out" in kwargs or not _activations(*tensors[1:]):
         return None
     bias, a, b = tensors
+    lead = _LEAD[: a.dim() - 2]
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     added = (bias if beta == 1 else bias * beta) if beta else None
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         return func(bias, a, b, beta=beta, alpha=alpha)
 
-    return Product(a, b, "axy", "ayz", "axz", run, alpha, added)
+    return Product(a, b, lead + "xy", lead + "yz", lead + "xz", run, alpha, added)
 
 
 def einsum(func: Any, args: Any, kwargs: Any) -> Product | None:
@@ -63,12 +75,30 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Product | None:
     equation, *tensors = args
     if len(tensors) == 1 and isinstance(tensors[0], list | tuple):
         tensors = list(tensors[0])
-    if len(tensors) != 2 or "->" not in equation or not _activations(*tensors):
+    if len(tensors) != 2 or not _activations(*tensors):
         return None
-    in_a, in_b, out = _spelled_out(equation.replace(" ", "").replace("->", ",").split(","), tensors)
+    terms = _with_out(equation.replace(" ", "")).replace("->", ",").split(",")
+    in_a, in_b, out = _spelled_out(terms, tensors)
     if any(len(set(axes)) < len(axes) for axes in (in_a, in_b, out)):
         return None
     return Product(tensors[0], tensors[1], in_a, in_b, out, lambda a, b: func(equation, a, b))
+
+
+def _given(args: Any, kwargs: Any, *names: str) -> list[Tensor]:
+    first = [kwargs["input"]] if "input" in kwargs else []
+    return [*first, *args, *(kwargs[name] for name in names if name in kwargs)]
+
+
+def _with_out(equation: str) -> str:
+    """The equation of an einsum with what it makes where that goes without saying.
+
+    >>> _with_out("id,jd"), _with_out("ij,jk->ki")
+    ('id,jd->ij', 'ij,jk->ki')
+    """
+    if "->" in equation:
+        return equation
+    once = sorted(axis for axis in set(equation) - set(".,") if equation.count(axis) == 1)
+    return f"{equation}->{'...' if '...' in equation else ''}{''.join(once)}"
 
 
 def _spelled_out(terms: list[str], tensors: list[Tensor]) -> list[str]:
@@ -96,5 +126,9 @@ def arranged(tensor: Tensor, have: str, want: str) -> Tensor:
 
 
 def _activations(*tensors: Tensor) -> bool:
+    return not any(_is_parameter(tensor) and tensor.dim() < 3 for tensor in tensors)
+
+
+def _is_parameter(tensor: Tensor) -> bool:
     weight = torch.nn.Parameter
-    return not any(isinstance(tensor, weight) or isinstance(tensor._base, weight) for tensor in tensors)
+    return isinstance(tensor, weight) or isinstance(tensor._base, weight)

@@ -107,8 +107,7 @@ class Tap(TorchFunctionMode):
         if func in _BACKWARD:
             return self._inside(torch.autograd, func, args, kwargs)
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor):
-            strayed(func, args, result)
+        strayed(self._calls, func, args, kwargs, result)
         return result
 
     def _inside(self, namespace: Any, func: Any, args: Any, kwargs: Any) -> Any:
