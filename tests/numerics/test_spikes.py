@@ -174,6 +174,14 @@ def test_a_creep_of_five_percent_in_twenty_thousand_steps_is_one_divergence(nois
     ]
 
 
+@pytest.mark.parametrize("noise", [0.003, 0.006, 0.02])
+def test_a_quiet_curve_hides_no_slow_rise(noise):
+    rows = plus(noisy(3000, noise=noise), lambda t: 0.15 * min(1, max(0, t - 2000) / 300))
+    (event,) = run(rows)
+    assert event.kind in ("divergence", "shift")
+    assert 2000 < event.start < 2250
+
+
 def test_a_bump_that_no_single_row_shows_is_a_spike():
     rows = plus(noisy(1000), lambda t: 0.32 * math.exp(-(t - 500) / 15) if t >= 500 else 0)
     ((kind, start, end),) = brief(rows)
