@@ -121,7 +121,9 @@ class Baseline:
         # A steep descent still in the window makes the lower side long; it is not noise. And few
         # residuals understate the noise by chance, as in Student's t.
         noise = min((upper + lower) / 2, 1.5 * upper) * (1 + KNOWN_ROWS / known)
-        return level + lag, max(noise, RELATIVE_FLOOR * abs(level), self._grain / 2, self.floor)
+        # Where a descent ends at a corner, the next loss is not lower than the last ones.
+        promised = max(level + lag, self._level.quantile(0.0))
+        return promised, max(noise, RELATIVE_FLOOR * abs(level), self._grain / 2, self.floor)
 
     def learn(self, loss: float) -> None:
         """Takes an unflagged row in."""

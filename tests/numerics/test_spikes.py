@@ -286,6 +286,13 @@ def test_an_event_ends_with_its_attempt():
     assert [(event.kind, event.start, event.end) for event in events] == [("divergence", 300, 319)]
 
 
+@pytest.mark.parametrize("noise", [0.01, 0.03, 0.1])
+def test_a_steep_descent_that_ends_at_a_corner_is_no_event(noise):
+    rows = plus(noisy(400, 0.0, noise), lambda t: max(11 - 0.1 * t, 3))
+    assert brief(rows) == []
+    assert brief(plus(rows, lambda t: 2.0 * (t in (60, 200)))) == [("spike", 60, 70), ("spike", 200, 210)]
+
+
 def test_gaps_and_changes_of_spacing_are_not_events():
     rows = [*noisy(100), *((100 + 200 * i, loss - 0.5) for i, loss in noisy(100, seed=1))]
     assert brief(rows) == []
