@@ -349,6 +349,23 @@ def test_no_alarm_on_a_log_that_holds_every_value_for_twenty_rows():
     assert brief([(t, spiky[t - t % 20][1]) for t in range(4000)]) == [("spike", 3000, 3029)]
 
 
+@pytest.mark.parametrize("held", [4, 20, 100])
+@pytest.mark.parametrize("digits", [2, 3, 4])
+def test_no_alarm_on_a_held_log_that_is_rounded(held, digits):
+    curve = plus(noisy(200, 0.0, 0.03), lambda t: 2 + 3 * math.exp(-t / 30))
+    spiky = plus(curve, lambda t: 1.0 * (t == 150))
+    for rows, expected in ((curve, []), (spiky, [("spike", 150 * held)])):
+        log = [(t, round(rows[t // held][1], digits)) for t in range(200 * held)]
+        assert [(kind, start) for kind, start, _ in brief(log)] == expected
+
+
+@pytest.mark.parametrize("noise", [0.002, 0.004])
+def test_a_log_that_is_rounded_to_about_its_noise_shows_a_new_level(noise):
+    quiet = plus(noisy(2000, noise=noise), lambda t: 0.15 * (t >= 1500))
+    ((kind, start, _),) = brief([(t, round(loss, 2)) for t, loss in quiet])
+    assert (kind, start) == ("shift", 1500)
+
+
 # --- laws -------------------------------------------------------------------------------------------
 
 
