@@ -13,6 +13,8 @@ HUMP_ROWS = 4
 PACE = 16  # by how much the memory of the mean that sees a creep is longer
 TREND_ROWS = 64  # learnt rows between the marks whose differences give the descent
 FORESIGHT = 1000  # rows for which a descent is taken to go on
+FINE = 4  # decimals from which on a loss is not met again by chance
+HELD_MOVE = 2.0  # last digits by which a coarser log has to move for a repeated row to be no new evidence
 KNOWN_ROWS = 8  # residuals from which on the noise is measured rather than assumed
 UNKNOWN_NOISE = 0.05  # the noise assumed until then: of the level, or of 1 if that is more
 # The noise is read off the residuals' 10 % and 90 % quantiles, 1.2816 Gaussian sigmas from the median;
@@ -52,6 +54,8 @@ class Baseline:
         self.floor = floor
         self._noise = RollingWindow(window)  # residuals about the local level at their time
         self._grain = 0.0  # the smallest change ever seen: what the log was rounded to, or nearly 0
+        self._move, self._moves = 0.0, 0  # the mean size of changes that are not 0, and how many there were
+        self._decimals = 0  # with how many the log is written, FINE or more being much alike
         self._near = self._far = 0.0  # mean squared changes over one row, and over LEVEL_ROWS
         self._changes = 0
         self.restart()
@@ -75,8 +79,14 @@ class Baseline:
         self.restart(list(self._level.values))
 
     def repeats(self, loss: float) -> bool:
-        """Whether the last loss is held in the log: one written so finely is not met again by chance."""
-        return len(self._level) > 0 and loss == self._level.values[-1] and round(loss, 3) != loss
+        """Whether the last loss is held in the log: it is met again, which by chance would be rare.
+
+        White noise that moves by m of its last digits on average repeats itself in a third of 1 / m of
+        the rows.
+        """
+        if not len(self._level) or loss != self._level.values[-1]:
+            return False
+        return self._decimals >= FINE or self._move > HELD_MOVE * 10.0**-self._decimals
 
     @property
     def hump(self) -> tuple[float, float]:
@@ -121,21 +131,33 @@ class Baseline:
         # A steep descent still in the window makes the lower side long; it is not noise. And few
         # residuals understate the noise by chance, as in Student's t.
         noise = min((upper + lower) / 2, 1.5 * upper) * (1 + KNOWN_ROWS / known)
-        return level + lag, max(noise, RELATIVE_FLOOR * abs(level), self._grain / 2, self.floor)
+        # Where a descent ends at a corner, the next loss is not lower than the last ones.
+        promised = max(level + lag, self._level.quantile(0.0))
+        return promised, max(noise, RELATIVE_FLOOR * abs(level), self._grain / 2, self.floor)
 
     def learn(self, loss: float) -> None:
-        """Takes an unflagged row in."""
+        """Takes an unflagged row in, unless it is held."""
+        if self.repeats(loss):
+            return
         rows = self._level.values
+        while self._decimals < FINE and round(loss, self._decimals) != loss:
+            self._decimals += 1
         if self.level is not None:
-            self._noise.push(loss - self.level)
             change = abs(loss - rows[-1])
+            if change and not self._moves:
+                self._noise = RollingWindow(
+                    self._noise.size
+                )  # so far one value was held: no measure of noise
+            self._noise.push(loss - self.level)
             if len(rows) == LEVEL_ROWS:
                 self._changes = min(self._changes + 1, self._noise.size)
                 self._near += (change**2 - self._near) / self._changes
                 # The cap keeps the opening descent, which is no noise, from being remembered for long.
                 self._far += (min((loss - rows[0]) ** 2, 16 * self._near) - self._far) / self._changes
-            if 0 < change < (self._grain or math.inf):
-                self._grain = change
+            if change:
+                self._grain = min(change, self._grain or change)
+                self._moves = min(self._moves + 1, self._noise.size)
+                self._move += (change - self._move) / self._moves
         self._level.push(loss)
         self.level = self._level.median()
         if len(rows) == LEVEL_ROWS and self.level < self.bottom:
@@ -150,7 +172,7 @@ class Baseline:
         return {
             "noise": list(self._noise.values),
             "level": list(self._level.values),
-            "grain": self._grain,
+            "grain": [self._grain, self._move, self._moves, self._decimals],
             "bottom": None if self.bottom == math.inf else self.bottom,
             "changes": [self._changes, self._near, self._far],
             "count": self.slow.count,
@@ -164,7 +186,7 @@ class Baseline:
         self._noise = RollingWindow(self._noise.size, state["noise"])
         self._level = RollingWindow(LEVEL_ROWS, state["level"])
         self.level = self._level.median() if len(self._level) else None
-        self._grain = state["grain"]
+        self._grain, self._move, self._moves, self._decimals = state["grain"]
         self.bottom = math.inf if state["bottom"] is None else state["bottom"]
         self._changes, self._near, self._far = state["changes"]
         for mean, (value, lowest) in ((self.slow, state["slow"]), (self.slower, state["slower"])):

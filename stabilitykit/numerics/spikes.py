@@ -179,8 +179,9 @@ class SpikeDetector:
     def _rises(self, step: float, loss: float, sigma: float, caution: int) -> bool:
         """Adds the row to the cumulative sum, and says whether that is enough."""
         lowest = self._course.slow.lowest
-        above = min((loss - lowest) / sigma, self.threshold)  # a row that was not raised proves little
-        self._excess = max(0.0, self._excess + above - max(self.slack, DRIFT_FLOOR * abs(lowest) / sigma))
+        above = (loss - lowest) / sigma - max(self.slack, DRIFT_FLOOR * abs(lowest) / sigma)
+        # A row that was not raised proves little, on a quiet curve as on a noisy one.
+        self._excess = max(0.0, self._excess + min(above, self.threshold - self.slack))
         self._risen = _since(self._risen, step, self._excess > 0)
         enough = self.drift * caution
         return self._excess > enough and self._excess > enough * self._course.persistence

@@ -1,7 +1,5 @@
 """Loss logs of any trainer, one row at a time: tables, JSONL, our records, TensorBoard, W&B, text."""
 
-import csv
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -13,13 +11,14 @@ from typing import Any
 
 from stabilitykit.readers import offline, tensorboard
 from stabilitykit.readers.columns import ROW, choose, find_loss, no_loss
+from stabilitykit.readers.lines import first_line, lines
+from stabilitykit.readers.objects import objects
 from stabilitykit.readers.presets import expression_of
+from stabilitykit.readers.tables import Cells, table
 from stabilitykit.runlog import RECORDS, find_folder, read_records
 
 MOST_PROBLEMS = 20
-LONGEST = 1 << 20  # characters of a line: a file without line breaks must not fill the memory
-
-Cells = Iterator[tuple[int, Any, Any]]  # line number, step and loss as they were found
+THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
 
 
 @dataclass(slots=True)
@@ -44,14 +43,15 @@ def read_losses(
     pattern: str | None = None,
     preset: str | None = None,
 ) -> Losses:
-    """The losses of a log, of which no more than a row is held in memory (our own records: all).
+    """The losses of a log, of which no more than a row is held in memory (our records, JSON documents: all).
 
     Args:
-        path: a CSV or TSV file with a header, a file of one JSON object per line, a TensorBoard event
-            file, a .wandb file, our records, a folder that holds one of these, or with `pattern` or
-            `preset` any text.
-        loss: the loss column; by default the first of LOSS_NAMES that is there.
-        step: the step column; by default one named step, else the first.
+        path: a table with a header (commas, tabs, semicolons, spaces), a file of one JSON object per line,
+            a .json list of objects or trainer_state.json, a TensorBoard event file, a .wandb file, our
+            records, a folder that holds one of these, or with `pattern` or `preset` any text.
+        loss: the loss column, keys of nested objects joined by dots; by default the first of LOSS_NAMES
+            that is there, also with a unit or with the run's name before it.
+        step: the step column; by default one of STEP_NAMES, else the first.
         nan: whether a NaN is a "value", or "missing" and skipped. Empty cells are always skipped.
         pattern: a regular expression with groups named step and loss, searched for in each line.
         preset: the pattern of a known trainer, a key of PRESETS.
@@ -78,10 +78,10 @@ def read_losses(
         names, cells = _board_cells(path, [path], loss, step, problems)
     elif path.match(offline.PATTERN):
         names, cells = _wandb_cells(path, loss, step, problems)
-    elif _first_line(path).startswith("{"):
-        names, cells = _json_cells(path, loss, step, problems)
+    elif path.suffix == ".json" or first_line(path).startswith("{"):
+        names, cells = _row_cells(objects(path, partial(_note, problems)), path, loss, step)
     else:
-        names, cells = _csv_cells(path, loss, step, problems)
+        names, cells = table(path, loss, step, partial(_note, problems))
     rows = _note_attempts(_numbers(cells, names, path, skip_nan=nan == "missing"), path, problems)
     first = next(rows, None)
     if first is None:
@@ -99,6 +99,8 @@ def _numbers(
         loss = _number(loss_cell, loss_column, line, path)
         if skip_nan and math.isnan(loss):
             continue
+        if isinstance(step_cell, str) and THOUSANDS.fullmatch(step_cell):
+            step_cell = step_cell.replace(",", "")  # in a loss it may be a decimal comma
         step = _number(step_cell, step_column, line, path)
         if not math.isfinite(step):
             raise _not_a_number(step_cell, step_column, line, path)
@@ -127,63 +129,12 @@ def _not_a_number(cell: Any, column: str, line: int, path: Path) -> ValueError:
     return ValueError(f"expected a number in column {column!r} of {path}, got {cell!r} in line {line}")
 
 
-def _first_line(path: Path) -> str:
-    for line in _lines(path):
-        if line.strip():
-            return line.strip()
-    raise ValueError(f"expected a log, got the empty file {path}")
-
-
-def _lines(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        while line := file.readline(LONGEST):
-            if len(line) == LONGEST:
-                raise ValueError(f"expected lines in {path}, got one longer than {LONGEST:,} characters")
-            yield line
-
-
 def _note(problems: list[str], problem: str) -> None:
     # A damaged log of gigabytes must not fill the memory.
     if len(problems) < MOST_PROBLEMS:
         problems.append(problem)
     elif len(problems) == MOST_PROBLEMS:
         problems.append("more problems are not listed")
-
-
-def _csv_cells(
-    path: Path, loss: str | None, step: str | None, problems: list[str]
-) -> tuple[tuple[str, str], Cells]:
-    rows = _table(path, delimiter=max(",\t;", key=_first_line(path).count))
-    columns = [cell.strip() for cell in next(rows)[1]]
-    names = choose(columns, loss, step, path)
-    loss_at = columns.index(names[0])
-    step_at = columns.index(names[1]) if names[1] != ROW else None
-
-    def cells() -> Cells:
-        for number, (line, row) in enumerate(rows):
-            if len(row) < len(columns):
-                found = f"{len(row)} of {len(columns)} cells"
-                _note(problems, f"{path.name}:{line}: {found}, the row was skipped")
-            else:
-                yield line, number if step_at is None else row[step_at], row[loss_at]
-
-    return names, cells()
-
-
-def _table(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    reader = csv.reader(_lines(path), delimiter=delimiter)
-    try:
-        for row in reader:
-            if row:
-                yield reader.line_num, row
-    except csv.Error as problem:
-        raise ValueError(f"expected a table in {path}, got in line {reader.line_num}: {problem}") from problem
-
-
-def _json_cells(
-    path: Path, loss: str | None, step: str | None, problems: list[str]
-) -> tuple[tuple[str, str], Cells]:
-    return _row_cells(_objects(path, problems), path, loss, step)
 
 
 def _row_cells(
@@ -207,20 +158,6 @@ def _row_cells(
     return names, cells()
 
 
-def _objects(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(_lines(path), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict):
-            yield number, row
-        else:
-            _note(problems, f"{path.name}:{number}: not a JSON object, the line was skipped")
-
-
 def _folder_cells(
     path: Path, loss: str | None, step: str | None, problems: list[str]
 ) -> tuple[tuple[str, str], Cells]:
@@ -239,7 +176,7 @@ def _folder_cells(
             return _board_cells(folder, files, loss, step, problems)
         if pattern == offline.PATTERN:
             return _wandb_cells(files[-1], loss, step, problems)
-        return _csv_cells(files[-1], loss, step, problems)
+        return table(files[-1], loss, step, partial(_note, problems))
     inside = ", ".join(sorted(file.name for file in path.iterdir())[:10]) or "nothing"
     wanted = f"{RECORDS}, TensorBoard events, a .wandb file or metrics.csv"
     raise ValueError(f"expected {wanted} in {path}, found {inside}")
@@ -269,8 +206,8 @@ def _own_cells(path: Path, key: str, problems: list[str]) -> tuple[tuple[str, st
 
 
 def _text_cells(path: Path, expression: re.Pattern[str]) -> tuple[tuple[str, str], Cells]:
-    first = _first_line(path)
-    matches = ((line, expression.search(text)) for line, text in enumerate(_lines(path), 1))
+    first = first_line(path)
+    matches = ((line, expression.search(text)) for line, text in enumerate(lines(path), 1))
     cells = ((line, match["step"], match["loss"]) for line, match in matches if match is not None)
     found = next(cells, None)
     if found is None:

@@ -5,7 +5,7 @@ import re
 _NUMBER = r"[-+]?(?:nan|inf|[\d.]+(?:[eE][-+]?\d+)?)"
 PRESETS = {
     # karpathy/nanoGPT, train.py: "iter 100: loss 2.3456, time 93.11ms, mfu 12.34%"
-    "nanogpt": rf"^iter (?P<step>\d+): loss (?P<loss>{_NUMBER})",
+    "nanogpt": rf"(?:^|\s)iter (?P<step>\d+): loss (?P<loss>{_NUMBER})",
     # karpathy/llm.c: main.log "s:12 trl:3.4567 lr:...", the screen "step   12/19560 | loss 3.45 ..."
     "llmc": rf"^(?:s:|step\s+)(?P<step>\d+)(?:/\d+)?[ |:]+(?:trl:|(?:train )?loss )(?P<loss>{_NUMBER})",
     # NVIDIA/Megatron-LM: " iteration      100/  500000 | ... | lm loss: 6.400000E+00 | ..."

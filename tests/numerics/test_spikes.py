@@ -174,6 +174,14 @@ def test_a_creep_of_five_percent_in_twenty_thousand_steps_is_one_divergence(nois
     ]
 
 
+@pytest.mark.parametrize("noise", [0.003, 0.006, 0.02])
+def test_a_quiet_curve_hides_no_slow_rise(noise):
+    rows = plus(noisy(3000, noise=noise), lambda t: 0.15 * min(1, max(0, t - 2000) / 300))
+    (event,) = run(rows)
+    assert event.kind in ("divergence", "shift")
+    assert 2000 < event.start < 2250
+
+
 def test_a_bump_that_no_single_row_shows_is_a_spike():
     rows = plus(noisy(1000), lambda t: 0.32 * math.exp(-(t - 500) / 15) if t >= 500 else 0)
     ((kind, start, end),) = brief(rows)
@@ -278,6 +286,13 @@ def test_an_event_ends_with_its_attempt():
     assert [(event.kind, event.start, event.end) for event in events] == [("divergence", 300, 319)]
 
 
+@pytest.mark.parametrize("noise", [0.01, 0.03, 0.1])
+def test_a_steep_descent_that_ends_at_a_corner_is_no_event(noise):
+    rows = plus(noisy(400, 0.0, noise), lambda t: max(11 - 0.1 * t, 3))
+    assert brief(rows) == []
+    assert brief(plus(rows, lambda t: 2.0 * (t in (60, 200)))) == [("spike", 60, 70), ("spike", 200, 210)]
+
+
 def test_gaps_and_changes_of_spacing_are_not_events():
     rows = [*noisy(100), *((100 + 200 * i, loss - 0.5) for i, loss in noisy(100, seed=1))]
     assert brief(rows) == []
@@ -332,6 +347,23 @@ def test_no_alarm_on_a_log_that_holds_every_value_for_twenty_rows():
     assert brief([(t, rows[t - t % 20][1]) for t in range(4000)]) == []
     spiky = plus(rows, lambda t: 0.5 * (t == 3000))
     assert brief([(t, spiky[t - t % 20][1]) for t in range(4000)]) == [("spike", 3000, 3029)]
+
+
+@pytest.mark.parametrize("held", [4, 20, 100])
+@pytest.mark.parametrize("digits", [2, 3, 4])
+def test_no_alarm_on_a_held_log_that_is_rounded(held, digits):
+    curve = plus(noisy(200, 0.0, 0.03), lambda t: 2 + 3 * math.exp(-t / 30))
+    spiky = plus(curve, lambda t: 1.0 * (t == 150))
+    for rows, expected in ((curve, []), (spiky, [("spike", 150 * held)])):
+        log = [(t, round(rows[t // held][1], digits)) for t in range(200 * held)]
+        assert [(kind, start) for kind, start, _ in brief(log)] == expected
+
+
+@pytest.mark.parametrize("noise", [0.002, 0.004])
+def test_a_log_that_is_rounded_to_about_its_noise_shows_a_new_level(noise):
+    quiet = plus(noisy(2000, noise=noise), lambda t: 0.15 * (t >= 1500))
+    ((kind, start, _),) = brief([(t, round(loss, 2)) for t, loss in quiet])
+    assert (kind, start) == ("shift", 1500)
 
 
 # --- laws -------------------------------------------------------------------------------------------
