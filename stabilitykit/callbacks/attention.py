@@ -109,6 +109,7 @@ class AttentionMonitor(Monitor):
     def open_step(self, trainer: Any, module: Any) -> None:
         """Opens the tap on a due step; beside a compiled model runs the shadow step."""
         self._close()
+        self._step = None  # of a step that an exception cut off
         costs = self.run.costs
         self._clock.begin(self._budget, sum(costs.values()), costs[self.kind], self.due)
         if not self.due:

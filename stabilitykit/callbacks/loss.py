@@ -89,7 +89,9 @@ class LossMonitor(Monitor):
                 "LossMonitor: expected automatic optimisation for action 'skip' beside WeightMonitor (its "
                 "twins have made their update when the loss is judged), got manual optimisation"
             )
-        self._trainer = trainer
+        self._trainer, self._stop = trainer, False
+        self._tally.clear()  # of a step that an exception cut off, as what follows
+        self._late = self._decision = None
         self._hosts = [host for host, _ in everyone(None)]
         self._resumed_at = None if self.run.resumed is None else self.run.step
         self._vocabulary = vocabulary(pl_module)

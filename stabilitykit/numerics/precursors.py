@@ -35,8 +35,9 @@ def _stride(tensor: Tensor, most: int) -> int:
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The L2 norm of each tensor [tensors], float32."""
-    return torch.stack(_many._foreach_norm(list(tensors), 2, torch.float32))
+    """The L2 norm of each tensor [tensors], float32; float64 where one of them is."""
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    return torch.stack(_many._foreach_norm(list(tensors), 2, wide))
 
 
 @torch.no_grad()

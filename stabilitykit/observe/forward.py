@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from stabilitykit.numerics.exact import attention_rows
 from stabilitykit.numerics.precursors import log_z, outlier
@@ -202,7 +203,9 @@ def output_head(module: nn.Module) -> str | None:
 
 def _rows(child: nn.Module) -> int | None:
     weight = None if isinstance(child, nn.Embedding) else getattr(child, "weight", None)
-    return weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else None
+    if not isinstance(weight, Tensor) or is_lazy(weight):
+        return None
+    return weight.shape[0] if weight.dim() == 2 else None
 
 
 def layer_of(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -73,6 +74,11 @@ class Twin:
             )
         refuse_lacking(self.arm, optimizers, scaled=scaler is not None)
         self._mains = dict(module.named_parameters())
+        if lazy := [name for name, p in self._mains.items() if is_lazy(p)]:
+            raise ValueError(
+                f"twin {self.arm.text!r}: expected parameters that have a shape, got {lazy[0]!r}, lazy; "
+                "run a batch through the module before training"
+            )
         generators = {p.device: torch.Generator(p.device).manual_seed(seed) for p in module.parameters()}
         self._params = {id(p): self._parameter(p, generators[p.device]) for p in self._mains.values()}
         self._buffers = {
@@ -161,9 +167,13 @@ class Twin:
         return [buffer for own in self._buffers.values() for buffer in own.values()]
 
     def pairs(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The trainable parameters of the run and of the twin by name, tied ones once."""
-        main = {name: p.detach() for name, p in self._mains.items() if p.requires_grad}
-        return main, {name: self._params[id(self._mains[name])].detach() for name in main}
+        """The trainable parameters of the run and of the twin by name, tied ones once, empty ones not.
+
+        As real numbers: of a complex parameter both parts.
+        """
+        main = {name: p for name, p in self._mains.items() if p.requires_grad and p.numel()}
+        own = {name: self._params[id(p)] for name, p in main.items()}
+        return {name: _real(p) for name, p in main.items()}, {name: _real(p) for name, p in own.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a twin built anew from the same run needs to go on bit for bit."""
@@ -283,6 +293,10 @@ class Twin:
 
 def _holdings(child: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     return child._parameters, child._buffers, vars(child)
+
+
+def _real(p: Tensor) -> Tensor:
+    return torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
 
 
 def _mark(p: nn.Parameter) -> tuple[int, int, int]:
