@@ -265,9 +265,7 @@ class AttentionMonitor(Monitor):
         if reason != ACROSS_RANKS:
             return reason
         watched = any(monitor.kind == "ring" for monitor in self.run.monitors)
-        return f"{reason}; " + (
-            "RingMonitor watches it" if watched else "add stabilitykit.RingMonitor for it"
-        )
+        return f"{reason}; {'RingMonitor watches' if watched else 'add stabilitykit.RingMonitor for'} it"
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:

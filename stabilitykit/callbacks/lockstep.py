@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from operator import is_not
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Lockstep:
         self.twins = twins
         self._trainer = trainer
         self._module = module
+        self._optimizers = list(trainer.optimizers)
         self._step_index = step
         self._losses: dict[str, Tensor | None] = {}
         self._open = ExitStack()
@@ -56,6 +58,13 @@ class Lockstep:
     def close(self) -> None:
         """`training_step` is the module's own again."""
         self._open.close()
+
+    def outdated(self) -> str | None:
+        """What the run has had since the fork that twins cannot follow; None as long as they can."""
+        now = self._trainer.optimizers
+        if len(now) != len(self._optimizers) or any(map(is_not, now, self._optimizers)):
+            return "other optimizers"
+        return next(iter(self.twins.values())).outdated()
 
     def step(self, *, vetoed: bool = False) -> None:
         """Automatic optimisation: every twin's optimizer steps; the main gradients are complete.

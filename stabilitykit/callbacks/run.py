@@ -36,6 +36,7 @@ class Run:
         self.listeners: list[Callable[[Any], None]] = []  # to the attention calls of an open tap
         self.costs: dict[str, float] = dict.fromkeys((m.kind for m in monitors), 0.0)
         self.resumed: dict[str, Any] | None = None
+        self._started = False
         self._log: RunLog | None = None
         self._sinks = Sinks([])
         self._unsent: dict[int, dict[str, float]] = {}
@@ -56,9 +57,12 @@ class Run:
             if self.folder is not None:
                 self._log = RunLog(self.folder)
             self._sinks = Sinks(trainer.loggers)
+        self._started = True
 
     def _take_folder(self, base: Path, meta: dict[str, Any]) -> tuple[Path | None, int]:
-        named = None if self.resumed is None else Path(self.resumed["folder"])
+        # "None": the disk failed before the first record.
+        named = None if self.resumed is None else self.resumed["folder"]
+        named = None if named in (None, "None") else Path(named)
         try:
             if named is not None and not named.is_dir():
                 say(f"the run folder of the checkpoint is gone ({named}); records go on in a new one")
@@ -70,8 +74,10 @@ class Run:
             say(f"records are not kept on disk, training goes on: {problem}")
             return None, 1
 
-    def state(self) -> dict[str, Any]:
-        """Where to take up after a resume."""
+    def state(self) -> dict[str, Any] | None:
+        """Where to take up after a resume; None before there is anything to take up."""
+        if not self._started:  # as when a learning rate is searched for before the first step
+            return self.resumed
         return {"folder": str(self.folder), "step": self.step + int(self.stepped)}
 
     def begin_batch(self) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -18,14 +17,14 @@ from stabilitykit.observe.apart import (
     copied,
     mute,
     precision,
+    refuse_incomplete,
     seed_streams,
-    sharded,
     streams_kept,
     unseen,
 )
 from stabilitykit.observe.arm import Arm
 from stabilitykit.observe.replacement import attending, replacement
-from stabilitykit.observe.update import forked, learning_rates, own_scaler, refuse_lacking
+from stabilitykit.observe.update import changed_groups, forked, learning_rates, own_scaler, refuse_lacking
 
 _INTERNAL = frozenset(vars(nn.Module()))  # what every module has; all else in it is its author's
 
@@ -67,18 +66,9 @@ class Twin:
         self.at = at
         self.unreplaced: dict[str, str] = {}  # by module: why an arm's attention is not in its place
         self._module = module
-        if spread := sharded(module):
-            raise ValueError(
-                f"twin {self.arm.text!r}: expected whole parameters on every rank, got {spread[0]!r} "
-                "sharded; save checkpoints of two runs and compare them with `stabilitykit compare A B`"
-            )
+        refuse_incomplete(module, f"twin {self.arm.text!r}")
         refuse_lacking(self.arm, optimizers, scaled=scaler is not None)
         self._mains = dict(module.named_parameters())
-        if lazy := [name for name, p in self._mains.items() if is_lazy(p)]:
-            raise ValueError(
-                f"twin {self.arm.text!r}: expected parameters that have a shape, got {lazy[0]!r}, lazy; "
-                "run a batch through the module before training"
-            )
         generators = {p.device: torch.Generator(p.device).manual_seed(seed) for p in module.parameters()}
         self._params = {id(p): self._parameter(p, generators[p.device]) for p in self._mains.values()}
         self._buffers = {
@@ -134,14 +124,20 @@ class Twin:
                     self.scaler.update()
         self.at += 1
 
+    def outdated(self) -> str | None:
+        """What the run has had since the fork that no twin can follow; None as long as one can."""
+        if any(self._params[id(p)].requires_grad != p.requires_grad for p in self._mains.values()):
+            return "frozen or unfrozen parameters"
+        now = dict(self._module.named_parameters())
+        if now.keys() != self._mains.keys() or any(now[name] is not p for name, p in self._mains.items()):
+            return "other parameters"
+        return changed_groups(self.optimizers, self._main_optimizers)
+
     def follow(self) -> None:
         """Learning rates and every other setting of the parameter groups become those of the run."""
+        if change := self.outdated():
+            raise ValueError(f"twin {self.arm.text!r}: the run has {change} since the fork")
         for own, main in zip(self.optimizers, self._main_optimizers, strict=True):
-            if len(own.param_groups) != len(main.param_groups):
-                raise ValueError(
-                    f"twin {self.arm.text!r}: expected {len(own.param_groups)} parameter groups as when it "
-                    f"was forked, got {len(main.param_groups)}"
-                )
             for group, model in zip(own.param_groups, main.param_groups, strict=True):
                 group.update({key: value for key, value in model.items() if key != "params"})
 

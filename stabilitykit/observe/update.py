@@ -54,6 +54,15 @@ def forked(optimizer: Optimizer, memo: dict[int, Any], arm: Arm, held: list[Any]
     return own
 
 
+def changed_groups(own: Sequence[Optimizer], main: Sequence[Optimizer]) -> str | None:
+    """Words for parameter groups that are no longer those that were copied; None when they are."""
+
+    def sizes(optimizers: Sequence[Optimizer]) -> list[list[int]]:
+        return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+
+    return None if sizes(own) == sizes(main) else "other parameter groups"
+
+
 def own_scaler(arm: Arm, main: Any, device: torch.device) -> Any:
     """A twin's GradScaler: that of the run once more, a fresh one, or none."""
     if arm.scaled is False:

@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from pytorch_lightning import LightningModule
+from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning.callbacks import LearningRateFinder
 from torch import nn
 
 import tiny
 from stabilitykit import AttentionMonitor, LossMonitor, PrecursorMonitor, RingMonitor, WeightMonitor
-from stabilitykit.runlog import read_records
+from stabilitykit.runlog import read_meta, read_records
 
 PLAIN = tiny.module_class("pytorch_lightning")
 
@@ -215,3 +216,68 @@ def test_a_monitor_used_again_stops_again_and_has_not_learnt_from_another_run(tm
         run = tiny.trainer(tmp_path / name, [monitor], max_epochs=1)
         run.fit(Scripted(), tiny.Loader(torch.tensor([value]) for value in series))
         assert run.global_step == taken, name
+
+
+class Changing(Callback):
+    """At the fifth step, inside the second window, the run becomes another."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 4:
+            self.change(pl_module)
+
+
+def freeze(module):
+    module.model.embed.requires_grad_(False)
+
+
+def replace(module):
+    module.model.head.weight = nn.Parameter(module.model.head.weight.detach().clone())
+
+
+def regroup(module):
+    module.trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def renew(module):
+    module.trainer.strategy.setup_optimizers(module.trainer)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (freeze, "frozen or unfrozen parameters"),
+        (replace, "other parameters"),
+        (regroup, "other parameter groups"),
+        (renew, "other optimizers"),
+    ],
+)
+@pytest.mark.parametrize("window", [2, None])
+def test_twins_that_cannot_follow_are_dropped_and_new_ones_forked(tmp_path, change, words, window):
+    start = 3 if window else 0
+    twins = WeightMonitor(2, window=window, arms=["same"], floor_seeds=0)
+    with pytest.warns(UserWarning, match=f"the run has {words} at step 4; its twins, forked at step {start}"):
+        records = fit(tmp_path, PLAIN(), [Changing(change), twins], batches=7).of("weights")
+    assert [record.step for record in records] == ([2, 6] if window else [1, 3, 5])
+    assert records[-1].detail["forked_at"] == (5 if window else 4)
+    assert all(record.values["weights/same/max_abs"] == 0.0 for record in records)
+
+
+class Searching(PLAIN):
+    def __init__(self):
+        super().__init__()
+        self.lr = 1e-3
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def test_a_search_for_a_learning_rate_before_the_run_is_no_run_to_resume(tmp_path):
+    # It saves and restores a checkpoint of its own before the first step; any warning is an error here.
+    monitors = [LossMonitor(), PrecursorMonitor(2)]
+    search = LearningRateFinder(num_training_steps=4)
+    records = fit(tmp_path, Searching(), [search, *monitors], enable_checkpointing=True)
+    assert steps(records, "loss") == [[0, 1]]  # the search took four of the six batches
+    assert read_meta(tmp_path / "stability")["attempts"][0]["resumed_at"] is None
