@@ -271,7 +271,7 @@ _REASONS = {
     "grad_norm": "no parameter had a gradient",
     "rms": "no optimizer keeps a second moment (exp_avg_sq)",
     "eps_share": "no optimizer has an eps",
-    "outlier": "no numbered layer ran",
+    "outlier": "no numbered layer gave a dense tensor that is not mostly 0",
     "log_z": "no output head ran; name its module by output_head",
     "max_logit": "no attention call was seen",
 }

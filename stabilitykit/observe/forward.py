@@ -167,7 +167,7 @@ def _hook(take: Callable[[Tensor], None]) -> Callable[..., None]:
         first: Any = output[0] if isinstance(output, tuple | list) and output else output
         if is_apart() or not isinstance(first, Tensor) or not first.is_floating_point():
             return
-        if first.dim() > 1 and first.numel():
+        if first.layout is torch.strided and first.dim() > 1 and first.numel():  # not nested, not sparse
             with unseen(), torch.no_grad(), torch.autocast(first.device.type, enabled=False):
                 take(first.detach())
 
