@@ -122,9 +122,9 @@ class WeightMonitor(Monitor):
 
     def _drop_outdated(self) -> None:
         if self._lockstep is not None and (change := self._lockstep.outdated()):
+            at = f"step {self.run.step}; its twins, forked at step {self._forked_at}"
             say(
-                f"WeightMonitor: the run has {change} at step {self.run.step}; its twins, forked at step "
-                f"{self._forked_at}, cannot follow and are dropped. Training goes on"
+                f"WeightMonitor: the run has {change} at {at}, cannot follow and are dropped. Training goes on"
             )
             self._drop()
 
@@ -180,7 +180,8 @@ class WeightMonitor(Monitor):
         if self._lockstep is None or not self.run.stepped or self._measured == self.run.step:
             return
         ended = self.window is not None and self.run.step >= self._forked_at + self.window - 1
-        if ended or (self.window is None and self.due):
+        self._drop_outdated()
+        if self._lockstep is not None and (ended or (self.window is None and self.due)):
             self._measured = self.run.step
             with self.timed():
                 self._write_step(self._lockstep.twins)

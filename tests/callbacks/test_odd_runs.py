@@ -281,3 +281,36 @@ def test_a_search_for_a_learning_rate_before_the_run_is_no_run_to_resume(tmp_pat
     records = fit(tmp_path, Searching(), [search, *monitors], enable_checkpointing=True)
     assert steps(records, "loss") == [[0, 1]]  # the search took four of the six batches
     assert read_meta(tmp_path / "stability")["attempts"][0]["resumed_at"] is None
+
+
+class Twice(torch.optim.SGD):
+    """As sharpness-aware minimisation: a second gradient within one step."""
+
+    def step(self, closure=None):
+        assert closure is not None
+        loss = closure()
+        closure()
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("window", [1, 2, None])
+def test_twins_of_an_optimizer_that_takes_two_gradients_in_a_step_are_not_recorded(tmp_path, window):
+    module = Odd(optimizer=lambda parameters: Twice(parameters, lr=0.1))
+    twins = WeightMonitor(2, window=window, arms=["same"], floor_seeds=0)
+    with pytest.warns(UserWarning, match=r"runs its closure more than once \(Twice\) at step"):
+        assert fit(tmp_path, module, [LossMonitor(), twins]).of("weights") == []
+
+
+def test_steps_that_lightning_does_not_take_are_said_to_be_unseen(tmp_path):
+    class Raw(PLAIN):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            self.optimizers(use_pl_optimizer=False).step()
+
+    with pytest.warns(UserWarning, match="no optimizer has stepped in the last 6 batches, so nothing"):
+        records = fit(tmp_path, Raw(), [PrecursorMonitor(2)])
+    assert records.rows == []
