@@ -123,9 +123,7 @@ class WeightMonitor(Monitor):
     def _drop_outdated(self) -> None:
         if self._lockstep is not None and (change := self._lockstep.outdated()):
             at = f"step {self.run.step}; its twins, forked at step {self._forked_at}"
-            say(
-                f"WeightMonitor: the run has {change} at {at}, cannot follow and are dropped. Training goes on"
-            )
+            say(f"WeightMonitor: the run has {change} at {at}, cannot follow: dropped. Training goes on")
             self._drop()
 
     def _all(self, module: Any) -> dict[str, Arm]:

@@ -202,10 +202,13 @@ def output_head(module: nn.Module) -> str | None:
 
 
 def _rows(child: nn.Module) -> int | None:
-    weight = None if isinstance(child, nn.Embedding) else getattr(child, "weight", None)
-    if not isinstance(weight, Tensor) or is_lazy(weight):
+    if isinstance(child, nn.Embedding):
         return None
-    return weight.shape[0] if weight.dim() == 2 else None
+    # Not by the attribute: a parametrised weight is computed, and spectral norm's is another each time.
+    weight = child._parameters.get("weight")
+    if weight is None:
+        return vars(child).get("out_features")
+    return None if is_lazy(weight) or weight.dim() != 2 else weight.shape[0]
 
 
 def layer_of(name: str) -> str:

@@ -163,10 +163,7 @@ class Twin:
         return [buffer for own in self._buffers.values() for buffer in own.values()]
 
     def pairs(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The trainable parameters of the run and of the twin by name, tied ones once, empty ones not.
-
-        As real numbers: of a complex parameter both parts.
-        """
+        """The trainable parameters of run and twin by name, tied ones once, empty ones not; complex as real."""
         main = {name: p for name, p in self._mains.items() if p.requires_grad and p.numel()}
         own = {name: self._params[id(p)] for name, p in main.items()}
         return {name: _real(p) for name, p in main.items()}, {name: _real(p) for name, p in own.items()}
@@ -255,6 +252,8 @@ class Twin:
         vars(twin).update(vars(main))
         for hook in (main._backward_hooks or {}).values():
             twin.register_hook(hook)
+        for hook in (main._post_accumulate_grad_hooks or {}).values():
+            twin.register_post_accumulate_grad_hook(hook)
         return twin
 
     # The surroundings of a pass.

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import LearningRateFinder
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import tiny
 from stabilitykit import AttentionMonitor, LossMonitor, PrecursorMonitor, RingMonitor, WeightMonitor
@@ -77,7 +78,27 @@ class Wrapping(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
+def parametrised():
+    module = PLAIN()
+    spectral_norm(module.model.blocks[0].qkv)  # each look at its weight changes it
+    weight_norm(module.model.head)
+    return module
+
+
+def hooked():
+    module = PLAIN()
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(_halve)
+    return module
+
+
+def _halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
 RUNS = {
+    "parametrised": (parametrised, {}),
+    "gradients that hooks change": (hooked, {}),
     "float64": (Odd, {"precision": "64-true"}),
     "complex": (lambda: Odd(torch.ones(3, dtype=torch.complex64)), {}),
     "empty": (lambda: Odd(torch.zeros(0, 3)), {}),
