@@ -163,7 +163,7 @@ class Twin:
         return [buffer for own in self._buffers.values() for buffer in own.values()]
 
     def pairs(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The trainable parameters of run and twin by name, tied ones once, empty ones not; complex as real."""
+        """Trainable parameters of run and twin by name, tied ones once; none empty, complex as real."""
         main = {name: p for name, p in self._mains.items() if p.requires_grad and p.numel()}
         own = {name: self._params[id(p)] for name, p in main.items()}
         return {name: _real(p) for name, p in main.items()}, {name: _real(p) for name, p in own.items()}
