@@ -111,6 +111,7 @@ class AttentionMonitor(Monitor):
     def open_step(self, trainer: Any, module: Any) -> None:
         """Opens the tap on a due step; beside a compiled model runs the shadow step."""
         self._close()
+        self._step = None  # of a step that an exception cut off
         costs = self.run.costs
         self._clock.begin(self._budget, sum(costs.values()), costs[self.kind], self.due)
         if not self.due:
@@ -266,9 +267,7 @@ class AttentionMonitor(Monitor):
         if reason != ACROSS_RANKS:
             return reason
         watched = any(monitor.kind == "ring" for monitor in self.run.monitors)
-        return f"{reason}; " + (
-            "RingMonitor watches it" if watched else "add stabilitykit.RingMonitor for it"
-        )
+        return f"{reason}; {'RingMonitor watches' if watched else 'add stabilitykit.RingMonitor for'} it"
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:

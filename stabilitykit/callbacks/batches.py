@@ -39,6 +39,7 @@ class BadBatches:
 
     def start(self, folder: Path | None) -> None:
         """Takes up the list that an earlier attempt left in the run's folder."""
+        self._batches.clear()  # of an earlier fit
         self._file = folder and folder / SKIP_LIST
         if self._file and rank() == 0 and self._file.is_file():
             self.listed.add(SkipList.read(self._file).entries)

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from operator import is_not
 from typing import Any
 
 import torch
@@ -35,8 +36,10 @@ class Lockstep:
         self.twins = twins
         self._trainer = trainer
         self._module = module
+        self._optimizers = list(trainer.optimizers)
         self._step_index = step
         self._losses: dict[str, Tensor | None] = {}
+        self._again: str | None = None  # an optimizer that wanted its closure's gradients once more
         self._open = ExitStack()
 
     def open(self, timed: Callable[[], Any]) -> None:
@@ -57,6 +60,15 @@ class Lockstep:
         """`training_step` is the module's own again."""
         self._open.close()
 
+    def outdated(self) -> str | None:
+        """What the run has had since the fork that twins cannot follow; None as long as they can."""
+        if self._again is not None:
+            return f"an optimizer that runs its closure more than once ({self._again})"
+        now = self._trainer.optimizers
+        if len(now) != len(self._optimizers) or any(map(is_not, now, self._optimizers)):
+            return "other optimizers"
+        return next(iter(self.twins.values())).outdated()
+
     def step(self, *, vetoed: bool = False) -> None:
         """Automatic optimisation: every twin's optimizer steps; the main gradients are complete.
 
@@ -72,7 +84,16 @@ class Lockstep:
         return self._trainer.precision_plugin  # the twin's, while it acts
 
     def _optimizer_step(self, loss: Tensor | None, optimizer: Any) -> None:
-        self._plugin.optimizer_step(optimizer, model=self._module, closure=lambda: loss)
+        runs = 0
+
+        def closure() -> Tensor | None:
+            nonlocal runs
+            runs += 1
+            return loss
+
+        self._plugin.optimizer_step(optimizer, model=self._module, closure=closure)
+        if runs > 1:
+            self._again = type(optimizer).__name__
 
     def _pass(self, twin: Twin, original: Callable[..., Any], args: Any, kwargs: Any) -> Tensor | None:
         self._share_buffers(twin)

@@ -89,7 +89,8 @@ class LossMonitor(Monitor):
                 "LossMonitor: expected automatic optimisation for action 'skip' beside WeightMonitor (its "
                 "twins have made their update when the loss is judged), got manual optimisation"
             )
-        self._trainer = trainer
+        self._trainer, self._stop, self._late, self._decision = trainer, False, None, None
+        self._tally.clear()  # of a step that an exception cut off
         self._hosts = [host for host, _ in everyone(None)]
         self._resumed_at = None if self.run.resumed is None else self.run.step
         self._vocabulary = vocabulary(pl_module)
@@ -271,7 +272,7 @@ class LossMonitor(Monitor):
     def state_dict(self) -> dict[str, Any]:
         """As every monitor's; and a file with this step is about to be there to resume from."""
         state = super().state_dict()
-        if state:
+        if state and state["run"]:
             self._resume.saving(state["run"]["step"])
         return state
 

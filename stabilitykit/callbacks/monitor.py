@@ -1,5 +1,6 @@
 """The one meaning of due and of a monitor's hooks; every monitor is a `Monitor`."""
 
+import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,12 +110,16 @@ class Monitor(AnyCallback):
             raise ValueError(f"expected one monitor of each kind in trainer.callbacks, got {same}")
         if monitors[0] is self:
             _RUNS[trainer] = Run(monitors)
+        if not hasattr(self, "run"):
+            self._unlearnt = copy.deepcopy(self.memory())
         self.run = _RUNS[trainer]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """The run's folder is claimed when everything of a checkpoint has been restored."""
         if self._first:
             self.run.start(trainer)
+        if self.run.resumed is None and self.run.step == 0:
+            self.recall(copy.deepcopy(self._unlearnt))  # what an earlier run taught is not of this one
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Opens the step on its first micro-batch."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from stabilitykit.callbacks.lockstep import spread
 from stabilitykit.callbacks.monitor import Monitor
@@ -110,10 +111,13 @@ class PrecursorMonitor(Monitor):
                 self._tap.__enter__()
 
     def _trained(self, module: Any) -> list[tuple[str, Tensor]]:
+        reason = None
         if self._sharded is not None and not any(isinstance(p, DTensor) for p in module.parameters()):
             reason = f"{self._sharded} does not say which parts of the parameters a rank holds"
-            for name in ("grad_norm", "update_ratio", "rms", "eps_share", "max_weight"):
-                self._missing[name] = reason
+        elif any(map(is_lazy, module.parameters())):
+            reason = "lazy parameters have no shape before the first forward pass"
+        if reason is not None:
+            self._missing |= dict.fromkeys(("grad_norm", *_OF_UPDATES), reason)
             return []
         return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
 
@@ -185,9 +189,12 @@ class PrecursorMonitor(Monitor):
         # Gradients that overflow are GradScaler's business: it halves its factor, which is judged.
         shown = layers if stepped or self._scale is None else without(layers, "grad_norm")
         moved = judged(self._bands, step, shown, whole)
-        self._look_for_missing(layers, whole, stepped)
+        for name in updates.untold:
+            reason = f"{name} does not tell when it has stepped"
+            self._missing |= dict.fromkeys(_OF_UPDATES, reason)
+        self._look_for_missing(layers, whole, stepped and not self.run.vetoed)
         detail: dict[str, Any] = {"layers": layers, "moved": moved, "every": self.every_n_steps}
-        if not stepped:
+        if not stepped and not updates.untold:
             detail["overflow"] = self._scale is not None
         if self._missing:
             detail["skipped"] = self._missing
@@ -225,7 +232,8 @@ class PrecursorMonitor(Monitor):
     def _look_for_missing(self, layers: Layers, whole: dict[str, float], stepped: bool) -> None:
         """What is absent is said in every record, with the reason, and aloud once."""
         present = {name for row in layers.values() for name in row} | whole.keys()
-        reasons = _REASONS if stepped else {k: v for k, v in _REASONS.items() if k in _BEFORE_STEP}
+        moments = stepped and "grad_norm" in present
+        reasons = _REASONS if moments else {k: v for k, v in _REASONS.items() if k in _BEFORE_STEP}
         for name, reason in reasons.items():
             if name not in present:
                 self._missing.setdefault(name, reason)
@@ -263,10 +271,11 @@ _REASONS = {
     "grad_norm": "no parameter had a gradient",
     "rms": "no optimizer keeps a second moment (exp_avg_sq)",
     "eps_share": "no optimizer has an eps",
-    "outlier": "no numbered layer ran",
+    "outlier": "no numbered layer gave a dense tensor that is not mostly 0",
     "log_z": "no output head ran; name its module by output_head",
     "max_logit": "no attention call was seen",
 }
+_OF_UPDATES = ("update_ratio", "rms", "eps_share", "max_weight")
 _BEFORE_STEP = ("grad_norm", "outlier", "log_z", "max_logit")
 
 

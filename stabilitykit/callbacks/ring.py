@@ -71,6 +71,7 @@ class RingMonitor(Monitor):
     def open_step(self, trainer: Any, module: Any) -> None:
         """Listens to the calls of a due step."""
         self._close()
+        self._layers = None  # of a step that an exception cut off
         if not self.due:
             return
         with self.timed():

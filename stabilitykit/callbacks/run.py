@@ -16,6 +16,7 @@ from stabilitykit.report.sinks import Sinks
 from stabilitykit.runlog import RunLog, claim_folder, start_attempt
 
 OVERHEAD_EVERY_N_STEPS = 100
+IDLE = 1000  # batches without an optimizer step, after which it is said
 
 
 class Run:
@@ -36,6 +37,8 @@ class Run:
         self.listeners: list[Callable[[Any], None]] = []  # to the attention calls of an open tap
         self.costs: dict[str, float] = dict.fromkeys((m.kind for m in monitors), 0.0)
         self.resumed: dict[str, Any] | None = None
+        self._started = False
+        self._idle = 0  # batches since an optimizer stepped
         self._log: RunLog | None = None
         self._sinks = Sinks([])
         self._unsent: dict[int, dict[str, float]] = {}
@@ -56,9 +59,12 @@ class Run:
             if self.folder is not None:
                 self._log = RunLog(self.folder)
             self._sinks = Sinks(trainer.loggers)
+        self._started = True
 
     def _take_folder(self, base: Path, meta: dict[str, Any]) -> tuple[Path | None, int]:
-        named = None if self.resumed is None else Path(self.resumed["folder"])
+        # "None": the disk failed before the first record.
+        named = None if self.resumed is None else self.resumed["folder"]
+        named = None if named in (None, "None") else Path(named)
         try:
             if named is not None and not named.is_dir():
                 say(f"the run folder of the checkpoint is gone ({named}); records go on in a new one")
@@ -70,8 +76,10 @@ class Run:
             say(f"records are not kept on disk, training goes on: {problem}")
             return None, 1
 
-    def state(self) -> dict[str, Any]:
-        """Where to take up after a resume."""
+    def state(self) -> dict[str, Any] | None:
+        """Where to take up after a resume; None before there is anything to take up."""
+        if not self._started:  # as when a learning rate is searched for before the first step
+            return self.resumed
         return {"folder": str(self.folder), "step": self.step + int(self.stepped)}
 
     def begin_batch(self) -> None:
@@ -83,6 +91,9 @@ class Run:
         if self._batch_started is not None:
             self._busy += time.perf_counter() - self._batch_started
         self.new_step = self.stepped
+        self._idle = 0 if self.stepped else self._idle + 1
+        if self._idle == IDLE:
+            self._say_idle()
         if not self.stepped:
             return
         if (self.step + 1) % OVERHEAD_EVERY_N_STEPS == 0:
@@ -122,9 +133,17 @@ class Run:
         values = {f"overhead/{kind}_percent": 100 * cost / plain for kind, cost in self.costs.items()}
         return {**values, "overhead/total_percent": 100 * total / plain}
 
+    def _say_idle(self) -> None:
+        say(
+            f"no optimizer has stepped in the last {self._idle} batches, so nothing of them is recorded; a "
+            "step is seen where Lightning takes it: step() of self.optimizers(), not of a raw optimizer"
+        )
+
     def finish(self) -> None:
         """Writes the last overhead record and sends what is left."""
         last = self.step - 1
+        if last < 0 and 0 < self._idle < IDLE:
+            self._say_idle()
         if last >= 0 and (last + 1) % OVERHEAD_EVERY_N_STEPS:
             self.write("overhead", last, self.overhead())
         self.close()

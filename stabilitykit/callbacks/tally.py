@@ -62,7 +62,7 @@ class Tally:
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
         self._weights: list[Tensor] = []
-        self._squares: list[Tensor] = []
+        self._squares: dict[int, Tensor] = {}
 
     def __bool__(self) -> bool:
         return bool(self._losses)
@@ -76,18 +76,21 @@ class Tally:
         self._weights.append(weight.detach().float())
 
     def add_gradients(self, optimizer: Any, scale: Tensor | None) -> None:
-        """The squared norm of this optimizer's gradients, over `scale`; several optimizers add up."""
+        """The squared norm of this optimizer's gradients, over `scale`; several optimizers add up.
+
+        Of one that asks more than once in a step (LBFGS, a critic's rounds), the last gradients stand.
+        """
         params = (p for group in optimizer.param_groups for p in group["params"])
         grads = [p.grad for p in params if p.grad is not None]
         if grads:
-            norm = _norm(grads)
-            self._squares.append((norm if scale is None else norm / scale).square())
+            norm = _norm([grad.coalesce().values() if grad.is_sparse else grad for grad in grads])
+            self._squares[id(optimizer)] = (norm if scale is None else norm / scale).square()
 
     def gather(self, step: int, device: torch.device, scale: Tensor | None = None) -> Gathered:
         """The step's numbers, sent to all ranks; the tally is as it was."""
         none = torch.full((), _NONE, device=device)
         loss, weight = self._mean(device) if self._losses else (none, none)
-        squares = [square.to(device) for square in self._squares]
+        squares = [square.to(device) for square in self._squares.values()]
         norm = torch.stack(squares).sum().sqrt() if squares else none
         mine = torch.stack([loss, weight, norm, none if scale is None else scale])
         if world() == 1:
@@ -104,7 +107,7 @@ class Tally:
 
     def clear(self) -> None:
         """The step is over."""
-        self._losses, self._weights, self._squares = [], [], []
+        self._losses, self._weights, self._squares = [], [], {}
 
 
 def _norm(grads: list[Tensor]) -> Tensor:

@@ -63,9 +63,8 @@ class WeightMonitor(Monitor):
     ):
         super().__init__(every_n_steps)
         if window is not None and not 1 <= window <= every_n_steps:
-            raise ValueError(
-                f"WeightMonitor: expected window from 1 to every_n_steps = {every_n_steps}, got {window}"
-            )
+            expected = f"window from 1 to every_n_steps = {every_n_steps}"
+            raise ValueError(f"WeightMonitor: expected {expected}, got {window}")
         if floor_seeds < 0:
             raise ValueError(f"WeightMonitor: expected floor_seeds >= 0, got {floor_seeds}")
         if max_gib is not None and max_gib <= 0:
@@ -95,9 +94,8 @@ class WeightMonitor(Monitor):
         if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
             raise ValueError("WeightMonitor: expected training_step to take a batch, got a dataloader_iter")
         if self.window is not None and 0 <= trainer.max_steps < self.window:
-            raise ValueError(
-                f"WeightMonitor: expected window <= max_steps = {trainer.max_steps}, got {self.window}"
-            )
+            expected = f"window <= max_steps = {trainer.max_steps}"
+            raise ValueError(f"WeightMonitor: expected {expected}, got {self.window}")
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         for arm in self._arms.values():
             refuse_lacking(arm, trainer.optimizers, scaled=scaled)
@@ -115,16 +113,23 @@ class WeightMonitor(Monitor):
 
     def open_step(self, trainer: Any, module: Any) -> None:
         """Forks the twins on a due step, or takes up those of a checkpoint."""
+        self._drop_outdated()
         if self._lockstep is None:
             restored = self._take_restored(module)
             if restored or self.window is None or self.due:
                 with self._settled(module):
                     self._fork(trainer, module, restored)
 
+    def _drop_outdated(self) -> None:
+        if self._lockstep is not None and (change := self._lockstep.outdated()):
+            at = f"step {self.run.step}; its twins, forked at step {self._forked_at}"
+            say(f"WeightMonitor: the run has {change} at {at}, cannot follow: dropped. Training goes on")
+            self._drop()
+
     def _all(self, module: Any) -> dict[str, Arm]:
         replacing = any(arm.attention for arm in self._arms.values())
-        eager = {_EAGER: Arm.parse("eager")} if replacing and is_compiled(module) else {}
-        return {**self._arms, **self._floor, **eager}
+        eager = replacing and is_compiled(module)
+        return {**self._arms, **self._floor, **({_EAGER: Arm.parse("eager")} if eager else {})}
 
     def _fork(self, trainer: Any, module: Any, restored: dict[str, Any] | None) -> None:
         self._measured = None
@@ -173,7 +178,8 @@ class WeightMonitor(Monitor):
         if self._lockstep is None or not self.run.stepped or self._measured == self.run.step:
             return
         ended = self.window is not None and self.run.step >= self._forked_at + self.window - 1
-        if ended or (self.window is None and self.due):
+        self._drop_outdated()
+        if self._lockstep is not None and (ended or (self.window is None and self.due)):
             self._measured = self.run.step
             with self.timed():
                 self._write_step(self._lockstep.twins)
@@ -237,7 +243,7 @@ class WeightMonitor(Monitor):
     def memory(self) -> dict[str, Any]:
         """The twins of an open window, tensors and all."""
         if self._lockstep is None:
-            return {}
+            return self._restored or {}
         twins = {name: twin.state_dict() for name, twin in self._lockstep.twins.items()}
         return {"forked_at": self._forked_at, "twins": twins}
 

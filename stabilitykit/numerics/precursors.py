@@ -35,8 +35,9 @@ def _stride(tensor: Tensor, most: int) -> int:
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The L2 norm of each tensor [tensors], float32."""
-    return torch.stack(_many._foreach_norm(list(tensors), 2, torch.float32))
+    """The L2 norm of each tensor [tensors], float32; float64 where one of them is."""
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    return torch.stack(_many._foreach_norm(list(tensors), 2, wide))
 
 
 @torch.no_grad()
@@ -110,10 +111,12 @@ def log_z(logits: Tensor) -> Tensor:
 def outlier(hidden: Tensor) -> Tensor:
     """max |x| over median |x| of a hidden state, a float32 scalar >= 1; the median is that of a sample.
 
-    Massive activations are about 1000 and more (arXiv 2402.17762, Sec. 2).
+    Massive activations are about 1000 and more (arXiv 2402.17762, Sec. 2). -inf where the median is 0, as
+    after a ReLU: there is nothing to compare with.
 
     >>> outlier(torch.tensor([[1.0, -2.0], [3.0, -40.0]])).item()
     20.0
     """
     hidden = hidden.detach()
-    return largest([hidden])[0] / sample([hidden]).float().abs().median()
+    median = sample([hidden]).float().abs().median()
+    return torch.where(median == 0, -math.inf, largest([hidden])[0] / median)

@@ -12,6 +12,7 @@ import numpy
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from stabilitykit.observe.tap import Tap
@@ -109,6 +110,20 @@ def as_written(wanted: bool) -> AbstractContextManager[Any]:
 def sharded(module: nn.Module) -> list[str]:
     """Names of the parameters that are spread over ranks: to swap one would leave the run's in use."""
     return [name for name, p in module.named_parameters() if isinstance(p, DTensor)]
+
+
+def refuse_incomplete(module: nn.Module, who: str) -> None:
+    """ValueError where parameters are spread over ranks, or have no shape yet."""
+    if spread := sharded(module):
+        raise ValueError(
+            f"{who}: expected whole parameters on every rank, got {spread[0]!r} sharded; save checkpoints of "
+            "two runs and compare them with `stabilitykit compare A B`"
+        )
+    if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
+        raise ValueError(
+            f"{who}: expected parameters that have a shape, got {lazy[0]!r}, lazy; run a batch through the "
+            "module before training"
+        )
 
 
 @contextmanager

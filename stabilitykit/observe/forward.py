@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from stabilitykit.numerics.exact import attention_rows
 from stabilitykit.numerics.precursors import log_z, outlier
@@ -166,7 +167,7 @@ def _hook(take: Callable[[Tensor], None]) -> Callable[..., None]:
         first: Any = output[0] if isinstance(output, tuple | list) and output else output
         if is_apart() or not isinstance(first, Tensor) or not first.is_floating_point():
             return
-        if first.dim() > 1 and first.numel():
+        if first.layout is torch.strided and first.dim() > 1 and first.numel():  # not nested, not sparse
             with unseen(), torch.no_grad(), torch.autocast(first.device.type, enabled=False):
                 take(first.detach())
 
@@ -201,8 +202,13 @@ def output_head(module: nn.Module) -> str | None:
 
 
 def _rows(child: nn.Module) -> int | None:
-    weight = None if isinstance(child, nn.Embedding) else getattr(child, "weight", None)
-    return weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else None
+    if isinstance(child, nn.Embedding):
+        return None
+    # Not by the attribute: a parametrised weight is computed, and spectral norm's is another each time.
+    weight = child._parameters.get("weight")
+    if weight is None:
+        return vars(child).get("out_features")
+    return None if is_lazy(weight) or weight.dim() != 2 else weight.shape[0]
 
 
 def layer_of(name: str) -> str:

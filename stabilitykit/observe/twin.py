@@ -17,14 +17,14 @@ from stabilitykit.observe.apart import (
     copied,
     mute,
     precision,
+    refuse_incomplete,
     seed_streams,
-    sharded,
     streams_kept,
     unseen,
 )
 from stabilitykit.observe.arm import Arm
 from stabilitykit.observe.replacement import attending, replacement
-from stabilitykit.observe.update import forked, learning_rates, own_scaler, refuse_lacking
+from stabilitykit.observe.update import changed_groups, forked, learning_rates, own_scaler, refuse_lacking
 
 _INTERNAL = frozenset(vars(nn.Module()))  # what every module has; all else in it is its author's
 
@@ -66,11 +66,7 @@ class Twin:
         self.at = at
         self.unreplaced: dict[str, str] = {}  # by module: why an arm's attention is not in its place
         self._module = module
-        if spread := sharded(module):
-            raise ValueError(
-                f"twin {self.arm.text!r}: expected whole parameters on every rank, got {spread[0]!r} "
-                "sharded; save checkpoints of two runs and compare them with `stabilitykit compare A B`"
-            )
+        refuse_incomplete(module, f"twin {self.arm.text!r}")
         refuse_lacking(self.arm, optimizers, scaled=scaler is not None)
         self._mains = dict(module.named_parameters())
         generators = {p.device: torch.Generator(p.device).manual_seed(seed) for p in module.parameters()}
@@ -128,14 +124,20 @@ class Twin:
                     self.scaler.update()
         self.at += 1
 
+    def outdated(self) -> str | None:
+        """What the run has had since the fork that no twin can follow; None as long as one can."""
+        if any(self._params[id(p)].requires_grad != p.requires_grad for p in self._mains.values()):
+            return "frozen or unfrozen parameters"
+        now = dict(self._module.named_parameters())
+        if now.keys() != self._mains.keys() or any(now[name] is not p for name, p in self._mains.items()):
+            return "other parameters"
+        return changed_groups(self.optimizers, self._main_optimizers)
+
     def follow(self) -> None:
         """Learning rates and every other setting of the parameter groups become those of the run."""
+        if change := self.outdated():
+            raise ValueError(f"twin {self.arm.text!r}: the run has {change} since the fork")
         for own, main in zip(self.optimizers, self._main_optimizers, strict=True):
-            if len(own.param_groups) != len(main.param_groups):
-                raise ValueError(
-                    f"twin {self.arm.text!r}: expected {len(own.param_groups)} parameter groups as when it "
-                    f"was forked, got {len(main.param_groups)}"
-                )
             for group, model in zip(own.param_groups, main.param_groups, strict=True):
                 group.update({key: value for key, value in model.items() if key != "params"})
 
@@ -161,9 +163,10 @@ class Twin:
         return [buffer for own in self._buffers.values() for buffer in own.values()]
 
     def pairs(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The trainable parameters of the run and of the twin by name, tied ones once."""
-        main = {name: p.detach() for name, p in self._mains.items() if p.requires_grad}
-        return main, {name: self._params[id(self._mains[name])].detach() for name in main}
+        """Trainable parameters of run and twin by name, tied ones once; none empty, complex as real."""
+        main = {name: p for name, p in self._mains.items() if p.requires_grad and p.numel()}
+        own = {name: self._params[id(p)] for name, p in main.items()}
+        return {name: _real(p) for name, p in main.items()}, {name: _real(p) for name, p in own.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a twin built anew from the same run needs to go on bit for bit."""
@@ -249,6 +252,8 @@ class Twin:
         vars(twin).update(vars(main))
         for hook in (main._backward_hooks or {}).values():
             twin.register_hook(hook)
+        for hook in (main._post_accumulate_grad_hooks or {}).values():
+            twin.register_post_accumulate_grad_hook(hook)
         return twin
 
     # The surroundings of a pass.
@@ -283,6 +288,10 @@ class Twin:
 
 def _holdings(child: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     return child._parameters, child._buffers, vars(child)
+
+
+def _real(p: Tensor) -> Tensor:
+    return torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
 
 
 def _mark(p: nn.Parameter) -> tuple[int, int, int]:

@@ -12,7 +12,9 @@ from stabilitykit.observe.arm import Arm
 
 
 def refuse_lacking(arm: Arm, optimizers: Sequence[Optimizer], *, scaled: bool = False) -> None:
-    """ValueError where no optimizer has the setting that `arm` changes."""
+    """ValueError where no optimizer has the setting that `arm` changes, or one steps by a closure."""
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise ValueError("expected optimizers that step without a closure, got LBFGS")
     names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "no optimizer"
     adam = arm.beta2 is not None or arm.rms_clip
     needs = {"lr": arm.steps_otherwise, "betas": adam, "eps": arm.rms_clip}
@@ -35,18 +37,14 @@ def learning_rates(optimizer: Optimizer) -> list[Any]:
 
 
 def forked(optimizer: Optimizer, memo: dict[int, Any], arm: Arm, held: list[Any]) -> Optimizer:
-    """A copy with its state in the arm's format; `memo` has the parameters that take the place of others.
-
-    Raises:
-        ValueError: an optimizer that steps by a closure.
-    """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("expected optimizers that step without a closure, got LBFGS")
+    """A copy with its state in the arm's format; `memo` has the parameters that take the place of others."""
     # Hooks, and the `step` that a scheduler patches into the instance, belong to the run; what
     # subclasses add stays (copy.deepcopy of an Optimizer would drop that too).
     kept = {k: v for k, v in vars(optimizer).items() if k != "step" and not k.endswith("_hooks")}
     own = object.__new__(type(optimizer))
-    own.__setstate__(copy.deepcopy(kept, dict(memo)))
+    # Not by __setstate__: it would put hooks into the `step` of a class whose objects may have none.
+    hooks = {k: type(v)() for k, v in vars(optimizer).items() if k.endswith("_hooks")}
+    vars(own).update({**copy.deepcopy(kept, dict(memo)), **hooks})
     for state in own.state.values():
         # The count of steps keeps its format, as in Optimizer.load_state_dict.
         tensors = {k: v for k, v in state.items() if k != "step" and isinstance(v, Tensor)}
@@ -54,6 +52,15 @@ def forked(optimizer: Optimizer, memo: dict[int, Any], arm: Arm, held: list[Any]
     if arm.steps_otherwise:
         vars(own)["step"] = ArmedStep(arm, own, held)
     return own
+
+
+def changed_groups(own: Sequence[Optimizer], main: Sequence[Optimizer]) -> str | None:
+    """Words for parameter groups that are no longer those that were copied; None when they are."""
+
+    def sizes(optimizers: Sequence[Optimizer]) -> list[list[int]]:
+        return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+
+    return None if sizes(own) == sizes(main) else "other parameter groups"
 
 
 def own_scaler(arm: Arm, main: Any, device: torch.device) -> Any:

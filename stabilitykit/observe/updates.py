@@ -56,6 +56,7 @@ class Updates:
         # By signal, the numbers of some parameters.
         self._found: dict[str, list[tuple[list[int], Tensor]]] = {}
         self._handles: list[Any] = []
+        self.untold: set[str] = set()  # optimizers that tell nobody when they have stepped
 
     def watch(self, optimizer: Optimizer, scale: Tensor | None = None) -> None:
         """Takes the gradients of `optimizer`, still multiplied by `scale`, and waits for its step."""
@@ -71,7 +72,10 @@ class Updates:
                 self._changes(part)
                 self._against_moments(optimizer, part)
 
-        self._handles.append(optimizer.register_step_post_hook(after))
+        try:
+            self._handles.append(optimizer.register_step_post_hook(after))
+        except AttributeError:  # a wrapper that has an optimizer and is none
+            self.untold.add(type(optimizer).__name__)
 
     def close(self) -> None:
         """Waits no longer for a step."""
@@ -80,7 +84,7 @@ class Updates:
 
     def _parts(self, optimizer: Optimizer) -> Iterator[_Part]:
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        held = [p for p in held if id(p) in self._at and p.grad is not None]
+        held = [p for p in held if id(p) in self._at and p.grad is not None and p.numel()]
         for device in dict.fromkeys(p.device for p in held):
             params = [p for p in held if p.device == device]
             at = [self._at[id(p)] for p in params]
@@ -97,8 +101,9 @@ class Updates:
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         kinds: dict[bool, list[int]] = {}
         for i, p in enumerate(part.params):
-            if "eps" in groups[id(p)]:
-                kinds.setdefault("exp_avg_sq" in optimizer.state.get(p, {}), []).append(i)
+            if isinstance(groups[id(p)].get("eps"), float | int | Tensor):  # Adafactor has two
+                moment = optimizer.state.get(p, {}).get("exp_avg_sq")  # Adam-mini has one number of it
+                kinds.setdefault(_alike(moment, part.own[i]), []).append(i)
         for has_moment, chosen in kinds.items():
             at, sizes = [part.at[i] for i in chosen], [part.sizes[i] for i in chosen]
             of = [groups[id(part.params[i])] for i in chosen]
@@ -136,22 +141,31 @@ class Updates:
         seen = {what: {i for at, _ in found for i in at} for what, found in self._found.items()}
         result = {}
         for i, (name, p) in enumerate(self.parameters.items()):
+            if i not in seen.get("grad", ()):
+                continue
             grad, update, weight, scaled, small = sums[5 * i : 5 * i + 5]
+            count = p.numel() * (2 if p.is_complex() else 1)
             numbers = {
                 "grad": math.sqrt(grad),
                 "update": math.sqrt(update),
                 "weight": math.sqrt(weight),
-                "rms": math.sqrt(scaled / p.numel()),
-                "small": small / p.numel(),
+                "rms": math.sqrt(scaled / count),
+                "small": small / count,
                 "peak": peaks[i],
             }
-            if i in seen.get("grad", ()):
-                result[name] = {what: numbers[what] for what in seen if i in seen[what]}
+            result[name] = {what: numbers[what] for what in seen if i in seen[what]}
         return result
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    """What this rank holds, as plain real numbers: of a complex one both parts, of a sparse one all."""
+    own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    own = own if own.layout is torch.strided else own.to_dense()
+    return torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
+
+
+def _alike(moment: Any, own: Tensor) -> bool:
+    return isinstance(moment, Tensor) and _local(moment).shape == own.shape
 
 
 def _factors(p: Tensor, taken: int, world: int) -> list[float]:
@@ -168,10 +182,11 @@ def _factors(p: Tensor, taken: int, world: int) -> list[float]:
 def _moments(groups: Sequence[Any], states: Sequence[Any], sizes: Sequence[int]) -> Tensor:
     """A sample of the second moments that the step divided by, one tensor after the other."""
     found = sample([_local(state["exp_avg_sq"]) for state in states])
-    known = ["betas" in group and "step" in state for group, state in zip(groups, states, strict=True)]
+    counts = [state.get("step", group.get("step")) for group, state in zip(groups, states, strict=True)]
+    known = ["betas" in group and n is not None for group, n in zip(groups, counts, strict=True)]
     # 1 - 0^1 = 1: nothing to correct.
     beta2 = [group["betas"][1] if k else 0.0 for group, k in zip(groups, known, strict=True)]
-    steps = [_step(state["step"]) if k else torch.ones(()) for state, k in zip(states, known, strict=True)]
+    steps = [_step(n) if k else torch.ones(()) for n, k in zip(counts, known, strict=True)]
     where = {step.device for step in steps}
     if len(where) > 1:
         steps = [step.to(found.device, non_blocking=True) for step in steps]

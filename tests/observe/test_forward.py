@@ -89,3 +89,18 @@ def test_the_output_head_is_the_last_matrix_with_a_row_per_token():
     )
     assert output_head(model) == "head"
     assert output_head(torch.nn.ModuleDict({"embed": embed, "up": torch.nn.Linear(8, 32)})) is None
+
+
+def test_layers_whose_output_has_no_usual_size_have_no_outlier():
+    hidden = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+    nested = torch.nested.as_nested_tensor(list(hidden), layout=torch.jagged)
+    outputs = [hidden, torch.zeros(2, 6), hidden.relu() * (hidden > 1), hidden[0].to_sparse(), nested]
+    blocks = torch.nn.ModuleList(torch.nn.Identity() for _ in outputs)
+    names = [f"blocks.{i}" for i in range(len(outputs))]
+    forward = Forward(torch.nn.ModuleDict({"blocks": blocks}), names, None)
+    for block, output in zip(blocks, outputs, strict=True):
+        block(output)
+    forward.close()
+    layers, _ = read(forward)
+    wanted = (hidden[0].abs().max() / hidden[0].abs().median()).item()
+    assert layers == {"blocks.0": {"outlier": pytest.approx(wanted)}}

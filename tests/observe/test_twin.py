@@ -212,7 +212,7 @@ def test_learning_rates_follow_the_run_at_its_step():
         schedule.step()
     assert apart(twin) == 0
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(ValueError, match="expected 1 parameter groups as when it was forked, got 2"):
+    with pytest.raises(ValueError, match="the run has other parameter groups since the fork"):
         twin.step()
 
 

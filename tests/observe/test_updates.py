@@ -89,6 +89,92 @@ def test_two_optimizers_and_a_second_step_of_one_are_not_mixed_up():
     assert found["two"]["update"] == pytest.approx(math.sqrt(6) / 2)
 
 
+class OneMoment(torch.optim.SGD):
+    """SGD that keeps what its name says of a second moment: of another shape, or none so far."""
+
+    def __init__(self, params, moment):
+        super().__init__([{"params": params, "eps": EPS, "betas": (0.9, 0.99)}], lr=0.1)
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"step": 1, "exp_avg_sq": moment}
+
+
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [
+        lambda p: torch.optim.Adafactor(p, lr=0.1),
+        lambda p: OneMoment(p, None),
+        lambda p: OneMoment(p, torch.ones(())),
+    ],
+)
+def test_what_is_no_second_moment_of_every_number_is_not_taken_for_one(optimizer_of):
+    model, _, _, before, found = stepped(optimizer_of)
+    assert "rms" not in found["0.weight"]
+    assert found["0.weight"]["update"] == pytest.approx((model[0].weight - before["0.weight"]).norm().item())
+
+
+def test_a_count_of_steps_may_be_the_groups():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([{"params": [weight], "eps": EPS, "betas": (0.9, 0.75), "step": 1}], lr=0.1)
+    optimizer.state[weight] = {"exp_avg_sq": torch.ones(3)}
+    weight.grad = torch.ones(3)
+    assert measured({"w": weight}, optimizer)["w"]["rms"] == pytest.approx(0.5)  # v = 1 / (1 - 0.75)
+
+
+def measured(parameters, optimizer):
+    updates = Updates(parameters, world=1)
+    updates.watch(optimizer)
+    optimizer.step()
+    updates.close()
+    cpu = torch.device("cpu")
+    return updates.read(updates.sums(cpu).tolist(), updates.peaks(cpu).tolist())
+
+
+def test_formats_that_few_models_have_are_measured_together():
+    dtypes = {"double": torch.float64, "half": torch.bfloat16, "complex": torch.complex64}
+    parameters = {name: torch.nn.Parameter(torch.full((2,), 2.0, dtype=d)) for name, d in dtypes.items()}
+    parameters["empty"] = torch.nn.Parameter(torch.zeros(0, 3))
+    parameters["table"] = torch.nn.Parameter(torch.full((4, 1), 2.0))
+    for p in parameters.values():
+        p.grad = torch.ones_like(p.detach())
+    parameters["complex"].grad = torch.tensor([3 + 4j, 0])
+    parameters["table"].grad = torch.sparse_coo_tensor(
+        [[1, 1]], [[2.0], [1.0]], (4, 1), check_invariants=True
+    )
+    found = measured(parameters, torch.optim.SGD([{"params": parameters.values(), "eps": 1.0}], lr=0.5))
+    assert {name: row["grad"] for name, row in found.items()} == pytest.approx(
+        {"double": 2**0.5, "half": 2**0.5, "complex": 5.0, "table": 3.0}
+    )
+    assert {name: row["update"] for name, row in found.items()} == pytest.approx(
+        {"double": 0.5**0.5, "half": 0.5**0.5, "complex": 2.5, "table": 1.5}
+    )
+    assert found["table"]["small"] == 0.75  # rows that no token looked up
+    assert found["complex"]["small"] == 0.5  # of real and imaginary parts
+
+
+class Wrapping(torch.optim.Optimizer):
+    """As schedule-free's wrapper: it has an optimizer, and never called its base class."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_that_tells_nobody_when_it_stepped_has_gradients_only_and_is_named():
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    updates = Updates({"w": weight}, world=1)
+    updates.watch(Wrapping(torch.optim.AdamW([weight])))
+    updates.close()
+    cpu = torch.device("cpu")
+    assert updates.untold == {"Wrapping"}
+    assert updates.read(updates.sums(cpu).tolist(), updates.peaks(cpu).tolist()).keys() == {"w"}
+
+
 def test_of_a_large_tensor_means_are_of_a_sample_that_sees_every_column():
     wide = torch.arange(900 * 300.0).view(900, 300)
     numbers = sample([wide])
