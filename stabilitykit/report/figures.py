@@ -22,8 +22,11 @@ def figure(panel: Panel, records: Records) -> Figure | None:
     return _DRAW[panel.form](panel, rows, records) if rows else None
 
 
+_PEAKED = ("loss/value", "ring/transport")  # what the peak of an event is a value of
+
+
 def _curve(panel: Panel, rows: list[Record], records: Records) -> Figure | None:
-    """One row per key over a shared step axis, events flagged on all, marked on the first."""
+    """One row per key over a shared step axis, events flagged on all, marked on what peaked."""
     keys = [key for key in panel.keys if any(key in row.values for row in rows)]
     if not keys:
         return None
@@ -36,7 +39,7 @@ def _curve(panel: Panel, rows: list[Record], records: Records) -> Figure | None:
         values = [row.values[key] for row in rows if key in row.values]
         axis = "y" if place == 0 else f"y{place + 1}"
         data += draw_line(steps, values, name_of(key), BLUE, axis, flags)
-        if place == 0 and flagged:
+        if key in _PEAKED and flagged:
             data.append(event_markers(flagged, values))
         layout["yaxis" + axis[1:]] = y_axis(key, values) | {"domain": domain(place, len(keys))}
     layout["xaxis"] |= {"anchor": "y" if len(keys) == 1 else f"y{len(keys)}"}
