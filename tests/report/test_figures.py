@@ -61,8 +61,15 @@ def test_each_key_has_its_row_and_rows_do_not_overlap() -> None:
 
 
 def test_a_peak_of_the_loss_is_marked_on_the_loss_only() -> None:
-    event = {"monitor": "LossMonitor", "kind": "spike", "start": 1, "peak": 9.0, "peak_step": 1, "end": 1}
-    rows = [loss(step, 2.0, **{"loss/spike_score": 0.0}) for step in (0, 1)]
+    event: dict[str, Any] = {
+        "monitor": "LossMonitor",
+        "kind": "spike",
+        "start": 1,
+        "peak": 9.0,
+        "peak_step": 1,
+        "end": 1,
+    }
+    rows = [loss(step, 2.0, 1, **{"loss/spike_score": 0.0}) for step in (0, 1)]
     curves = []
     for key in ("loss/value", "loss/spike_score"):
         panel = Panel(key, "loss", (key,), "curve")
