@@ -100,8 +100,7 @@ def _print_or_write(text: str, out: str | None) -> None:
         Path(out).write_text(text + "\n", encoding="utf-8")
 
 
-def spikes(argv: list[str]) -> int:
-    """Finds the events of a loss log."""
+def _spikes_parser() -> ArgumentParser:
     parser = _parser(
         "spikes",
         "The loss spikes of a log: a table, JSONL, a run of ours, TensorBoard, W&B offline, or text. "
@@ -125,10 +124,15 @@ def spikes(argv: list[str]) -> int:
     )
     parser.add_argument("--plot", type=str, help="an HTML file to write, with the curve and its events")
     parser.add_argument("--fail-on-spike", action="store_true", help="exit with 1 when there is an event")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def spikes(argv: list[str]) -> int:
+    """Finds the events of a loss log."""
+    args = _spikes_parser().parse_args(argv)
     from stabilitykit.numerics.history import find_events
     from stabilitykit.readers.losses import read_losses
-    from stabilitykit.report.reading import counted
+    from stabilitykit.report.losses import headline, write_losses
     from stabilitykit.report.thinning import Sketch
 
     losses = read_losses(
@@ -145,15 +149,11 @@ def spikes(argv: list[str]) -> int:
     for problem in losses.problems:
         print(f"stabilitykit: {problem}", file=sys.stderr)
     if args.format == "json":
-        from stabilitykit.records import spell
-
-        print(json.dumps(spell(events)))
+        print(json.dumps(events))
     else:
-        none = f"no event in {counted(next(ahead), 'row')} of {losses.loss_column}"
+        none = f"{headline([], next(ahead))[1]} of {losses.loss_column}"
         print(table(events) if events else none)
     if args.plot:
-        from stabilitykit.report.losses import write_losses
-
         write_losses(
             sketch.points(),
             events,

@@ -83,7 +83,7 @@ def test_spikes_can_fail_a_pipeline(capsys, loss_csv):
     clean = loss_csv.with_name("clean.csv")
     clean.write_text(loss_csv.read_text().replace("150,9.0", "150,2.5"))
     assert main(["spikes", str(clean), "--fail-on-spike"]) == 0
-    assert capsys.readouterr().out == "no event in 200 rows of loss\n"
+    assert capsys.readouterr().out == "No event in 200 rows of loss\n"
 
 
 def test_spikes_reads_our_own_records(capsys, run_folder):
