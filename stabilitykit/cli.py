@@ -41,10 +41,21 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"expected a command ({', '.join(commands)}), got {args[0]!r}")
         return commands[args[0]](args[1:])
     except (ValueError, OSError, argparse.ArgumentError) as problem:
-        print(f"stabilitykit: error: {one_line(_own(problem))}", file=sys.stderr)
+        print(f"stabilitykit: error: {_told(_own(problem))}", file=sys.stderr)
         return 2
     except SystemExit as exit:  # --help, --print_config
         return exit.code if isinstance(exit.code, int) else 2
+
+
+# In jsonargparse's list of all the types that a value is not: what is wrong with it as the class it names.
+_MEANT = re.compile(
+    r"Problem with given class_path '(\S+)':\s*(.+?)(?=\n\s*- |\n\s*Given value|\Z)", re.DOTALL
+)
+
+
+def _told(problem: BaseException) -> str:
+    meant = _MEANT.findall(str(problem))
+    return one_line(ValueError(": ".join(meant[-1])) if meant else problem)
 
 
 def _own(problem: BaseException) -> BaseException:
@@ -189,15 +200,15 @@ def compare(argv: list[str]) -> int:
     notes += asides(results)
     for note in notes:
         print(f"stabilitykit: {note}", file=sys.stderr)
-    if args.plot:
-        from stabilitykit.report.comparison import write_comparison
-
-        write_comparison(results, Path(args.a), Path(args.b), notes, Path(args.plot))
     if args.format == "json":
         print(json.dumps(spell({"results": results})))
     else:
         columns = ("tensor", "numel", "w1", "max_abs", "rel_l2", "cosine")
         print(table([{column: row[column] for column in columns} for row in results]))
+    if args.plot:
+        from stabilitykit.report.comparison import write_comparison
+
+        write_comparison(results, Path(args.a), Path(args.b), notes, Path(args.plot))
     return 1 if any(row["max_abs"] != 0 for row in results) else 0
 
 
@@ -235,6 +246,8 @@ def study(argv: list[str]) -> int:
     from stabilitykit.report.study import CLAIM_COLUMNS, claim_lines, write_study
 
     given = _given("study", args, own)
+    if args.out is not None:  # before the minutes that a study takes
+        Path(args.out).mkdir(parents=True, exist_ok=True)
     if "arms" in given:
         given["arms"] = re.split(r",(?![^()]*\))", given["arms"])  # not at those of emulated(a=1,b=2)
     run = getattr(import_module(f"stabilitykit.studies.{args.what}"), f"{args.what}_study")

@@ -130,6 +130,26 @@ def test_a_wrong_recipe_is_one_line(capsys, tmp_path, change, named):
     assert named in error_of(capsys, [*recipe, *change])
 
 
+def test_a_misspelt_option_of_a_monitor_is_all_that_is_told(capsys, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text((ROOT / "recipes/gpt-nano.yaml").read_text().replace("action: flag", "actoin: flag"))
+    told = error_of(capsys, ["fit", "--config", str(recipe)])
+    assert told == "stabilitykit: error: stabilitykit.LossMonitor: Option 'actoin' is not accepted"
+
+
+@pytest.mark.parametrize(
+    ("argv", "came"), [([], "nothing"), (["recipes/gpt-nano.yaml"], "recipes/gpt-nano.yaml")]
+)
+def test_fit_asks_for_a_recipe(capsys, argv, came):
+    assert error_of(capsys, ["fit", *argv]).endswith(f"expected --config RECIPE, then options, got {came}")
+
+
+def test_a_study_with_nowhere_to_write_does_not_begin(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("stabilitykit.studies.deviation.deviation_study", lambda **_: pytest.fail("it began"))
+    (tmp_path / "file").touch()
+    assert "File exists" in error_of(capsys, ["study", "deviation", "--out", str(tmp_path / "file")])
+
+
 def test_a_dashboard_without_network_is_one_json_document(capsys):
     assert main(["dashboard", "acme/gpt", "--dry-run"]) == 0
     document = json.loads(capsys.readouterr().out)
