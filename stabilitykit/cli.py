@@ -8,6 +8,7 @@ import traceback
 import webbrowser
 from collections.abc import Callable
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,21 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"expected a command ({', '.join(commands)}), got {args[0]!r}")
         return commands[args[0]](args[1:])
     except (ValueError, OSError, argparse.ArgumentError) as problem:
-        print(f"stabilitykit: error: {one_line(_own(problem))}", file=sys.stderr)
+        print(f"stabilitykit: error: {_told(_own(problem))}", file=sys.stderr)
         return 2
     except SystemExit as exit:  # --help, --print_config
         return exit.code if isinstance(exit.code, int) else 2
+
+
+# In jsonargparse's list of all the types that a value is not: what is wrong with it as the class it names.
+_MEANT = re.compile(
+    r"Problem with given class_path '(\S+)':\s*(.+?)(?=\n\s*- |\n\s*Given value|\Z)", re.DOTALL
+)
+
+
+def _told(problem: BaseException) -> str:
+    meant = _MEANT.findall(str(problem))
+    return one_line(ValueError(": ".join(meant[-1])) if meant else problem)
 
 
 def _own(problem: BaseException) -> BaseException:
@@ -73,9 +85,11 @@ def fit(argv: list[str]) -> int:
 def report(argv: list[str]) -> int:
     """Writes, or prints, the report of a run."""
     parser = _parser("report", "The report of a run: one HTML file, or text.")
-    parser.add_argument("run", metavar="RUN_DIR", type=str, help="the run's folder, or its stability folder")
+    parser.add_argument(
+        "run", metavar="RUN_DIR", type=str, help="the run's folder, or one above: then of the newest in it"
+    )
     parser.add_argument("--out", type=str, help="where to write it (default: RUN_DIR's report.html)")
-    parser.add_argument("--format", type=str, choices=["html", "text"], default="html")
+    parser.add_argument("--format", choices=["html", "text"], default="html", help="a page, or its summary")
     parser.add_argument("--open", action="store_true", help="open it in the browser")
     args = parser.parse_args(argv)
     from stabilitykit.report.page import text_report, write_report
@@ -97,30 +111,39 @@ def _print_or_write(text: str, out: str | None) -> None:
         Path(out).write_text(text + "\n", encoding="utf-8")
 
 
-def spikes(argv: list[str]) -> int:
-    """Finds the events of a loss log."""
+def _spikes_parser() -> ArgumentParser:
     parser = _parser(
         "spikes",
-        "The loss spikes of a log: a table, JSONL, a run of ours, TensorBoard, W&B offline, or text.",
+        "The loss spikes of a log: a table, JSONL, a run of ours, TensorBoard, W&B offline, or text. "
+        "Per event: the step at which it was raised (start), the first bad one (onset), the one at which the "
+        "loss was back for ten rows (end; - is never), the highest loss (peak), the loss expected without it "
+        "(baseline), and the peak's distance from that in robust standard deviations (score).",
     )
     parser.add_argument("log", metavar="LOG", type=str, help="a file, or a run's folder")
-    parser.add_argument("--format", type=str, choices=["table", "json"], default="table")
+    parser.add_argument("--format", choices=["table", "json"], default="table", help="of what is printed")
     parser.add_argument("--loss", type=str, help="the loss column (default: loss, train_loss, ...)")
     parser.add_argument("--step", type=str, help="the step column (default: step, else the first)")
-    parser.add_argument("--preset", type=str, choices=["nanogpt", "llmc", "megatron"])
+    parser.add_argument(
+        "--preset", choices=["nanogpt", "llmc", "megatron"], help="whose text log it is; else --pattern"
+    )
     parser.add_argument("--pattern", type=str, help="a regular expression with groups step and loss")
     parser.add_argument(
         "--nan",
-        type=str,
         choices=["value", "missing"],
         default="value",
         help="what a NaN in the log means",
     )
     parser.add_argument("--plot", type=str, help="an HTML file to write, with the curve and its events")
     parser.add_argument("--fail-on-spike", action="store_true", help="exit with 1 when there is an event")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def spikes(argv: list[str]) -> int:
+    """Finds the events of a loss log."""
+    args = _spikes_parser().parse_args(argv)
     from stabilitykit.numerics.history import find_events
     from stabilitykit.readers.losses import read_losses
+    from stabilitykit.report.losses import headline, write_losses
     from stabilitykit.report.thinning import Sketch
 
     losses = read_losses(
@@ -131,20 +154,17 @@ def spikes(argv: list[str]) -> int:
         pattern=args.pattern,
         preset=args.preset,
     )
-    sketch = Sketch()
-    rows = sketch.through(losses.rows) if args.plot else losses.rows
-    events = [event.to_dict() for event in find_events(rows)]
+    sketch, ahead = Sketch(), count()  # a number is drawn with each row: the next is how many there were
+    rows = (row for row, _ in zip(losses.rows, ahead, strict=False))
+    events = [event.to_dict() for event in find_events(sketch.through(rows) if args.plot else rows)]
     for problem in losses.problems:
         print(f"stabilitykit: {problem}", file=sys.stderr)
     if args.format == "json":
-        from stabilitykit.records import spell
-
-        print(json.dumps(spell(events)))
+        print(json.dumps(events))
     else:
-        print(table(events))
+        none = f"{headline([], next(ahead))[1]} of {losses.loss_column}"
+        print(table(events) if events else none)
     if args.plot:
-        from stabilitykit.report.losses import write_losses
-
         write_losses(
             sketch.points(),
             events,
@@ -166,7 +186,7 @@ def compare(argv: list[str]) -> int:
     )
     parser.add_argument("a", metavar="A", type=str, help="a checkpoint, weights only")
     parser.add_argument("b", metavar="B", type=str, help="another, of the same model")
-    parser.add_argument("--format", type=str, choices=["table", "json"], default="table")
+    parser.add_argument("--format", choices=["table", "json"], default="table", help="of what is printed")
     parser.add_argument("--allow-missing", action="store_true", help="compare what both have")
     parser.add_argument("--plot", type=str, help="an HTML file to write, with a heat map by layer")
     args = parser.parse_args(argv)
@@ -180,15 +200,15 @@ def compare(argv: list[str]) -> int:
     notes += asides(results)
     for note in notes:
         print(f"stabilitykit: {note}", file=sys.stderr)
-    if args.plot:
-        from stabilitykit.report.comparison import write_comparison
-
-        write_comparison(results, Path(args.a), Path(args.b), notes, Path(args.plot))
     if args.format == "json":
         print(json.dumps(spell({"results": results})))
     else:
         columns = ("tensor", "numel", "w1", "max_abs", "rel_l2", "cosine")
         print(table([{column: row[column] for column in columns} for row in results]))
+    if args.plot:
+        from stabilitykit.report.comparison import write_comparison
+
+        write_comparison(results, Path(args.a), Path(args.b), notes, Path(args.plot))
     return 1 if any(row["max_abs"] != 0 for row in results) else 0
 
 
@@ -201,9 +221,9 @@ def dashboard(argv: list[str]) -> int:
     entity, _, project = args.project.partition("/")
     if not entity or not project or "/" in project:
         raise ValueError(f"expected ENTITY/PROJECT, got {args.project!r}")
-    from stabilitykit.report.workspace import workspace, workspace_json
+    from stabilitykit.report.workspace import save, workspace_json
 
-    print(workspace_json(entity, project) if args.dry_run else workspace(entity, project).save().url)
+    print(workspace_json(entity, project) if args.dry_run else save(entity, project))
     return 0
 
 
@@ -211,7 +231,7 @@ def study(argv: list[str]) -> int:
     """Runs an experiment: claims with bands fixed before, numbers, figures."""
     parser = _parser("study", "An experiment: its claims, and with --out a page of its figures.")
     own = {"deviation": ("kernel",), "divergence": ("arms", "steps"), "ring": ()}
-    parser.add_argument("what", type=str, choices=list(own))
+    parser.add_argument("what", choices=list(own), help="which experiment; NAME below")
     parser.add_argument("--seeds", type=str, default="0,1,2", help="of inputs and initialisations, as 3,4,5")
     parser.add_argument(
         "--kernel", type=str, help="deviation: package.module:function of (q, k, v), beside ours"
@@ -221,11 +241,13 @@ def study(argv: list[str]) -> int:
     )
     parser.add_argument("--steps", type=int, help="divergence: of each training run")
     parser.add_argument("--out", type=str, help="a folder for NAME.html and NAME.json")
-    parser.add_argument("--format", type=str, choices=["table", "json"], default="table")
+    parser.add_argument("--format", choices=["table", "json"], default="table", help="of what is printed")
     args = parser.parse_args(argv)
     from stabilitykit.report.study import CLAIM_COLUMNS, claim_lines, write_study
 
     given = _given("study", args, own)
+    if args.out is not None:  # before the minutes that a study takes
+        Path(args.out).mkdir(parents=True, exist_ok=True)
     if "arms" in given:
         given["arms"] = re.split(r",(?![^()]*\))", given["arms"])  # not at those of emulated(a=1,b=2)
     run = getattr(import_module(f"stabilitykit.studies.{args.what}"), f"{args.what}_study")
@@ -273,12 +295,12 @@ def bench(argv: list[str]) -> int:
     own: dict[str, tuple[str, ...]] = {**dict.fromkeys(benches, ()), "detector": ("data",)}
     own["ring"] = ("ranks", "tokens")
     parser = _parser("bench", "What it costs: one row per figure, ratio = value / limit.")
-    parser.add_argument("what", type=str, choices=list(benches))
+    parser.add_argument("what", choices=list(benches), help="which figures")
     parser.add_argument("--rounds", type=int, help="interleaved repetitions (default: 5; ring: 9)")
     parser.add_argument("--data", type=Path, help="detector: a folder of labelled curves, as tests/data")
     parser.add_argument("--ranks", type=int, help="ring: gloo processes to start (default: 2)")
     parser.add_argument("--tokens", type=int, help="ring: of all ranks (default: 16384)")
-    parser.add_argument("--format", type=str, choices=["table", "json"], default="table")
+    parser.add_argument("--format", choices=["table", "json"], default="table", help="of what is printed")
     args = parser.parse_args(argv)
     rounds = args.rounds if args.rounds is not None else 9 if args.what == "ring" else 5
     if rounds < 1:

@@ -15,6 +15,8 @@ _SPOKEN_S = 60.0  # by then the first rank, however busy the machine, has said w
 
 def fit(argv: list[str]) -> int:
     """Trains from a recipe; ends with what was seen, what it cost and where the report lies."""
+    if not argv or not argv[0].startswith("-"):
+        raise ValueError(f"expected --config RECIPE, then options, got {' '.join(argv) or 'nothing'}")
     launcher = os.getppid()  # the first rank, where this process is a further one
     # Two of Lightning's own deprecations; nothing the user can mend.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")

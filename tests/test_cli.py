@@ -47,7 +47,9 @@ def test_no_command_or_a_wrong_one_lists_those_there_are(capsys):
 @pytest.mark.parametrize("command", ["fit", "report", "spikes", "compare", "dashboard", "study", "bench"])
 def test_every_command_has_help(capsys, command):
     assert main([command, "--help"]) == 0
-    assert "usage" in capsys.readouterr().out.lower()
+    told = capsys.readouterr().out
+    assert "usage" in told.lower()
+    assert "lambda" not in told
 
 
 def test_report_writes_html_and_prints_text(capsys, run_folder):
@@ -81,7 +83,7 @@ def test_spikes_can_fail_a_pipeline(capsys, loss_csv):
     clean = loss_csv.with_name("clean.csv")
     clean.write_text(loss_csv.read_text().replace("150,9.0", "150,2.5"))
     assert main(["spikes", str(clean), "--fail-on-spike"]) == 0
-    assert capsys.readouterr().out == "no events\n"
+    assert capsys.readouterr().out == "No event in 200 rows of loss\n"
 
 
 def test_spikes_reads_our_own_records(capsys, run_folder):
@@ -128,12 +130,39 @@ def test_a_wrong_recipe_is_one_line(capsys, tmp_path, change, named):
     assert named in error_of(capsys, [*recipe, *change])
 
 
+def test_a_misspelt_option_of_a_monitor_is_all_that_is_told(capsys, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text((ROOT / "recipes/gpt-nano.yaml").read_text().replace("action: flag", "actoin: flag"))
+    told = error_of(capsys, ["fit", "--config", str(recipe)])
+    assert told == "stabilitykit: error: stabilitykit.LossMonitor: Option 'actoin' is not accepted"
+
+
+@pytest.mark.parametrize(
+    ("argv", "came"), [([], "nothing"), (["recipes/gpt-nano.yaml"], "recipes/gpt-nano.yaml")]
+)
+def test_fit_asks_for_a_recipe(capsys, argv, came):
+    assert error_of(capsys, ["fit", *argv]).endswith(f"expected --config RECIPE, then options, got {came}")
+
+
+def test_a_study_with_nowhere_to_write_does_not_begin(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("stabilitykit.studies.deviation.deviation_study", lambda **_: pytest.fail("it began"))
+    (tmp_path / "file").touch()
+    assert "File exists" in error_of(capsys, ["study", "deviation", "--out", str(tmp_path / "file")])
+
+
 def test_a_dashboard_without_network_is_one_json_document(capsys):
     assert main(["dashboard", "acme/gpt", "--dry-run"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["entity"], document["project"]) == ("acme", "gpt")
     for wrong in ("acme", "acme/", "/gpt", "a/b/c"):
         assert f"expected ENTITY/PROJECT, got '{wrong}'" in error_of(capsys, ["dashboard", wrong])
+
+
+def test_a_dashboard_without_a_login_is_one_line(capsys, monkeypatch, tmp_path):
+    for name in ("HOME", "WANDB_CONFIG_DIR", "NETRC"):
+        monkeypatch.setenv(name, str(tmp_path / "nothing"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert "No API key configured" in error_of(capsys, ["dashboard", "acme/gpt"])
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,10 @@ def pad(x: Tensor, world: int, layout: Layout, dim: int, value: float = 0) -> Te
 def shard(x: Tensor, rank: int, world: int, layout: Layout, dim: int) -> Tensor:
     """The part of `x` that belongs to a rank, in the layout's order; differentiable.
 
+    `x` is whole along `dim`, the tokens' one, as after `pad`; the result is `world` times shorter there.
+
     Raises:
-        ValueError: as `runs`.
+        ValueError: no such layout or rank, or a length that the layout cannot deal out evenly.
 
     >>> shard(torch.arange(8), 1, 2, "striped", 0).tolist()
     [1, 3, 5, 7]

@@ -1,5 +1,7 @@
 """What travels round a ring of ranks: blocks ahead of their use, sums on their way home, one agreement."""
 
+import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +34,12 @@ class Ring:
             )
             group = group.get_group()
         alone = group is None and not (dist.is_available() and dist.is_initialized())
+        if alone and os.environ.get("WORLD_SIZE", "1") != "1":
+            warnings.warn(  # torchrun alone does not initialise: every rank would see its own tokens only
+                f"stabilitykit: a ring of one process, though WORLD_SIZE is {os.environ['WORLD_SIZE']}: "
+                "torch.distributed.init_process_group was not called",
+                stacklevel=3,
+            )
         self.group = group
         self.rank = 0 if alone else dist.get_rank(group)
         self.world = 1 if alone else dist.get_world_size(group)

@@ -35,9 +35,11 @@ def paired(a: Checkpoint, b: Checkpoint, *, allow_missing: bool = False) -> tupl
         for checkpoint, entries in ((a, ours), (b, theirs))
         if (names := _alone(entries, common))
     ]
-    if not common or (alone and not allow_missing):
-        advice = "; compare what both have with --allow-missing" if common else ""
-        raise ValueError(f"expected the same names in both, got {'; '.join(alone)}{advice}")
+    if not common:
+        raise ValueError(f"expected names that are in both, got {'; '.join(alone)}")
+    if alone and not allow_missing:
+        advice = "compare what both have with --allow-missing"
+        raise ValueError(f"expected the same names in both, got {'; '.join(alone)}; {advice}")
     differ = [
         f"{name}: {list(ours[name].shape)} and {list(theirs[name].shape)}"
         for name in common

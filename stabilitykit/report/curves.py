@@ -13,6 +13,15 @@ from stabilitykit.report.thinning import thin, with_gaps
 Trace = dict[str, Any]
 
 
+def hue(place: int, count: int) -> str:
+    """The colour of the line at `place` of `count`, from blue for the first to orange for the last.
+
+    >>> hue(0, 1), hue(3, 4)
+    ('hsl(225, 72%, 61%)', 'hsl(390, 72%, 61%)')
+    """
+    return f"hsl({225 + 165 * place / max(1, count - 1):.0f}, 72%, 61%)"
+
+
 def draw_line(
     steps: Sequence[float],
     values: Sequence[float],

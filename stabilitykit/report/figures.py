@@ -6,7 +6,7 @@ from typing import Any
 
 from stabilitykit.records import Record
 from stabilitykit.report.arms import arms_over_steps, tensor_dots
-from stabilitykit.report.curves import Trace, domain, draw_line, frame, y_axis
+from stabilitykit.report.curves import Trace, domain, draw_line, frame, hue, y_axis
 from stabilitykit.report.heads import heat_map
 from stabilitykit.report.marks import BLUE, MUTED, attempt_lines, event_markers, event_spans, limit_lines
 from stabilitykit.report.panels import Form, Panel, name_of
@@ -14,6 +14,7 @@ from stabilitykit.report.reading import events, is_about, layers, number, short_
 from stabilitykit.runlog import Records
 
 Figure = dict[str, Any]
+_PEAKED = ("loss/value", "ring/transport")  # what the peak of an event is a value of
 
 
 def figure(panel: Panel, records: Records) -> Figure | None:
@@ -23,7 +24,7 @@ def figure(panel: Panel, records: Records) -> Figure | None:
 
 
 def _curve(panel: Panel, rows: list[Record], records: Records) -> Figure | None:
-    """One row per key over a shared step axis, events flagged on all, marked on the first."""
+    """One row per key over a shared step axis, events flagged on all, marked on what peaked."""
     keys = [key for key in panel.keys if any(key in row.values for row in rows)]
     if not keys:
         return None
@@ -36,7 +37,7 @@ def _curve(panel: Panel, rows: list[Record], records: Records) -> Figure | None:
         values = [row.values[key] for row in rows if key in row.values]
         axis = "y" if place == 0 else f"y{place + 1}"
         data += draw_line(steps, values, name_of(key), BLUE, axis, flags)
-        if place == 0 and flagged:
+        if key in _PEAKED and flagged:
             data.append(event_markers(flagged, values))
         layout["yaxis" + axis[1:]] = y_axis(key, values) | {"domain": domain(place, len(keys))}
     layout["xaxis"] |= {"anchor": "y" if len(keys) == 1 else f"y{len(keys)}"}
@@ -61,8 +62,7 @@ def _layers_over_time(panel: Panel, rows: list[Record], records: Records) -> Fig
     short = short_names(found)
     for place, (layer, points) in enumerate(found.items()):
         steps, values = [step for step, _ in points], [value for _, value in points]
-        colour = f"hsl({225 + 165 * place / max(1, len(found) - 1):.0f}, 72%, 61%)"
-        data += draw_line(steps, values, short[layer], colour, "y", set())
+        data += draw_line(steps, values, short[layer], hue(place, len(found)), "y", set())
     data += limit_lines(key, measured)
     layout = frame(height=380) | {"hovermode": "closest"}
     layout["yaxis"] = y_axis(key, [value for points in found.values() for _, value in points])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stabilitykit.records import spell
-from stabilitykit.report.curves import frame
+from stabilitykit.report.curves import frame, hue
 from stabilitykit.report.marks import BLUE
 from stabilitykit.report.reading import show
 from stabilitykit.report.shell import card, grid, page, verdict
@@ -100,7 +100,6 @@ def lines(
     data: list[dict[str, Any]] = []
     for place, (name, points) in enumerate(series.items()):
         kept = [(a, b) for a, b in points if math.isfinite(b) and b > 0]
-        colour = f"hsl({225 + 165 * place / max(1, len(series) - 1):.0f}, 72%, 61%)"
         data.append(
             {
                 "type": "scatter",
@@ -108,7 +107,7 @@ def lines(
                 "x": [a for a, _ in kept],
                 "y": [b for _, b in kept],
                 "name": name,
-                "line": {"color": colour, "width": 1.6},
+                "line": {"color": hue(place, len(series)), "width": 1.6},
                 "hovertemplate": f"{name} " + "%{y:.4g}<extra></extra>",
             }
         )

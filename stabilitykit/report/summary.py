@@ -48,7 +48,7 @@ def _attention_rows(records: Records) -> Iterator[tuple[str, str]]:
     found = layers(rows)
     if not found:
         across = rows and layers(records.of("ring"))
-        yield "Attention", "across ranks only" if across else "no call seen" if rows else "not watched"
+        yield "Attention", "across ranks only" if across else "no call seen" if rows else "not measured"
         return
     sampled = rows[-1].detail.get("sampled", {})
     sizes = {what: len(size) if isinstance(size, list) else size for what, size in sampled.items()}
@@ -75,7 +75,7 @@ def _ring_rows(rows: list[Record]) -> Iterator[tuple[str, str]]:
 
 def _weights_rows(rows: list[Record]) -> Iterator[tuple[str, str]]:
     if not rows:
-        yield "Weights", "not watched"
+        yield "Weights", "not measured"
         return
     found, last = comparisons(rows), rows[-1]
     if windowed(rows):

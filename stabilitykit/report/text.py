@@ -4,14 +4,12 @@ from typing import Any
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows below their column names, right-aligned; "no events" where there is none.
+    """The rows, at least one, below their column names, right-aligned.
 
     >>> print(table([{"kind": "spike", "peak": 6.25}]))
      kind  peak
     spike  6.25
     """
-    if not rows:
-        return "no events"
     columns = list(rows[0])
     cells = [columns] + [[_cell(row[column]) for column in columns] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]

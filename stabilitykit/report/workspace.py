@@ -34,6 +34,22 @@ def workspace(entity: str, project: str) -> Any:
     return ws.Workspace(entity=entity, project=project, name="stabilitykit", sections=sections)
 
 
+def save(entity: str, project: str) -> str:
+    """The address of the workspace, which W&B now has.
+
+    Raises:
+        ValueError: no login, no such project, no network: in W&B's words.
+    """
+    import wandb
+
+    try:
+        return workspace(entity, project).save().url
+    except wandb.Error as problem:
+        raise ValueError(
+            f"expected W&B to take the workspace of {entity}/{project}, got: {problem}"
+        ) from problem
+
+
 def workspace_json(entity: str, project: str) -> str:
     """The workspace as W&B stores it, with panel ids that are the same at every build."""
     spec = workspace(entity, project)._to_model().spec.model_dump_json(by_alias=True, exclude_none=True)

@@ -93,3 +93,11 @@ def test_case_18_the_others_stop_when_a_rank_does(silent):
         said, seconds = found[rank]
         assert said.startswith(f"ring attention stopped on rank {rank} of 3: no word from another")
         assert "\n" not in said.split("(")[0] and seconds < 15
+
+
+def test_a_rank_that_joined_no_group_is_told(monkeypatch):
+    x = torch.zeros(1, 1, 2, 4)
+    assert ring_attention(x, x, x).shape == x.shape  # one process: nothing to say
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it
+    with pytest.warns(UserWarning, match="WORLD_SIZE is 2: torch.distributed.init_process_group was not"):
+        ring_attention(x, x, x)

@@ -60,6 +60,25 @@ def test_each_key_has_its_row_and_rows_do_not_overlap() -> None:
     assert (edges[0], edges[-1]) == (0.0, 1.0)
 
 
+def test_a_peak_of_the_loss_is_marked_on_the_loss_only() -> None:
+    event: dict[str, Any] = {
+        "monitor": "LossMonitor",
+        "kind": "spike",
+        "start": 1,
+        "peak": 9.0,
+        "peak_step": 1,
+        "end": 1,
+    }
+    rows = [loss(step, 2.0, 1, **{"loss/spike_score": 0.0}) for step in (0, 1)]
+    curves = []
+    for key in ("loss/value", "loss/spike_score"):
+        panel = Panel(key, "loss", (key,), "curve")
+        curves.append(
+            [trace["name"] for trace in drawn(panel, *rows, Record(1, 1, "event", {}, event))["data"]]
+        )
+    assert curves == [["loss", "events"], ["spike score"]]
+
+
 def test_what_is_not_finite_is_a_gap_and_a_cross_at_the_top() -> None:
     line, crosses = drawn(LOSS, loss(0, 3.0), loss(1, math.nan), loss(2, 4.0))["data"]
     assert line["y"] == [3.0, None, 4.0]

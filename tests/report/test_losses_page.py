@@ -68,7 +68,7 @@ def test_a_browser_draws_the_curve_and_asks_for_nothing(tmp_path, capsys):
 def test_a_clean_log_of_one_row_has_a_page_too(tmp_path, capsys):
     page = tmp_path / "out.html"
     assert main(["spikes", str(written(tmp_path, [(7, 2.5)])), "--plot", str(page)]) == 0
-    assert capsys.readouterr().out == "no events\n"
+    assert capsys.readouterr().out == "No event in 1 row of loss\n"
     dom, console, asked = browse(page, tmp_path)
     assert (console, asked, drawn(dom)) == ([], set(), 1)
     assert "No event in 1 row" in dom

@@ -23,7 +23,7 @@ def test_the_table_of_a_small_run() -> None:
         ("Loss", "2.5 at step 2, lowest 2 at step 1"),
         ("Attention", "1 layer on 1 step, each time 2 heads, 64 rows, 1 sequence"),
         ("Worst layer", "m.0 head 1: output roundoff ratio 1.25 at step 2"),
-        ("Weights", "not watched"),
+        ("Weights", "not measured"),
         ("Events", "1 spike"),
         ("Cost", "4.11 % of the run without monitors (attention 3.9)"),
         ("Not readable", "1 line of the log"),
@@ -35,8 +35,8 @@ def test_what_is_missing_is_said() -> None:
     assert table(Records(rows)) == [
         ("Steps", "1 with records, 0 to 0"),
         ("Loss", "nan at step 0"),
-        ("Attention", "not watched"),
-        ("Weights", "not watched"),
+        ("Attention", "not measured"),
+        ("Weights", "not measured"),
         ("Events", "none"),
         ("Cost", "not recorded"),
     ]
