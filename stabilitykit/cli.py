@@ -122,7 +122,9 @@ def _spikes_parser() -> ArgumentParser:
     parser.add_argument("log", metavar="LOG", type=str, help="a file, or a run's folder")
     parser.add_argument("--format", choices=["table", "json"], default="table", help="of what is printed")
     parser.add_argument("--loss", type=str, help="the loss column (default: loss, train_loss, ...)")
-    parser.add_argument("--step", type=str, help="the step column (default: step, else the first)")
+    parser.add_argument(
+        "--step", type=str, help="the step column (default: step, iteration ... else the first)"
+    )
     parser.add_argument(
         "--preset", choices=["nanogpt", "llmc", "megatron"], help="whose text log it is; else --pattern"
     )

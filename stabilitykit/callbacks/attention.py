@@ -25,8 +25,7 @@ class AttentionMonitor(Monitor):
     The model is not edited and the run is unchanged, bit for bit; between due steps nothing is in place.
     Measured on the first micro-batch of a due step; of a compiled model in a step of its own beside it, on
     one sequence. A head over its limit on three of its last five looks, or not finite, is a `deviation`.
-    Price in memory, on that micro-batch: q, k, v and out of every call until its backward, also where
-    activation checkpointing would free them.
+    Price: q, k, v and out of its calls live until their backward, checkpointed or not.
 
     The budget begins with 2 heads, 64 rows and 1 sequence per call. After eight due steps it takes
     what costs, spread over all steps, under 0.5 % of the training time: up to everything, down to

@@ -11,7 +11,6 @@ from stabilitykit.numerics.spikes import SpikeDetector
 
 INITIAL = 1.3  # times ln(vocabulary): a first loss above it is no initialisation for that vocabulary
 PATIENCE = 10  # spiking updates skipped in a row; a loss that stays up longer is not the data's
-LOSS_KINDS = ("spike", "transient", "divergence", "shift", "nonfinite")
 
 
 class Judge:

@@ -192,8 +192,8 @@ class WeightMonitor(Monitor):
         if self._lockstep is not None and self.window is not None:
             done = self.run.step - self._forked_at
             _LOG.warning(
-                f"WeightMonitor: training ended {done} steps into the window of {self.window} that opened at "
-                f"step {self._forked_at}; it is recorded only if training is resumed"
+                f"WeightMonitor: training ended after {done} of the window of {self.window} steps that "
+                f"opened at step {self._forked_at}; it is recorded only if training is resumed"
             )
         elif self.run.step < self.every_n_steps:
             _LOG.warning(

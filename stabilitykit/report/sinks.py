@@ -1,5 +1,6 @@
 """Hands a step's numbers to every logger; images, alerts and a table of events to those that take them."""
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -8,6 +9,7 @@ from typing import Any, Protocol
 from stabilitykit.report.images import HEAT_MAPS, HeatMap, paint
 
 EVENTS = "loss/events"
+_LOG = logging.getLogger(__name__)  # of an event: training goes on, and Python shows a warning once per place
 GRAVE = ("nonfinite", "divergence")  # kinds of events that do not pass
 
 
@@ -38,7 +40,7 @@ class Sinks:
             _say(view, step, "numbers", problem)
 
     def show(self, kind: str, step: int, detail: Mapping[str, Any]) -> None:
-        """What a record has beside numbers: a heat map, or an alert when an event opens."""
+        """What a record has beside numbers: a heat map, or of an event that opens an alert and a line."""
         if self._began is None:
             self._began = step
         if kind == "event":
@@ -58,6 +60,7 @@ class Sinks:
         opens = event["end"] is None and name not in self._events and event["start"] >= (self._began or 0)
         self._events[name] = event
         if opens:
+            _LOG.warning("stabilitykit: %s", event["message"])
             self._beside(step, lambda view: view.alert(event, step))
 
     def _image(self, view: "_View", heat_map: HeatMap, step: int, detail: Mapping[str, Any]) -> None:

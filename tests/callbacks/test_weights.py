@@ -441,7 +441,7 @@ def test_a_twin_does_not_stop_the_run(tmp_path):
 @pytest.mark.parametrize(
     ("every", "words"),
     [
-        (4, "ended 2 steps into the window of 4 that opened at step 3"),
+        (4, "ended after 2 of the window of 4 steps that opened at step 3"),
         (6, "ended after 5 steps, before the first that is due"),
     ],
 )

@@ -114,7 +114,7 @@ def attention(*heads: tuple[int, float]) -> dict[str, Any]:
     return {"layers": {"h.0": {"dtype": "bfloat16", "heads": rows}}}
 
 
-def test_an_event_is_told_when_it_opens_and_once() -> None:
+def test_an_event_is_told_when_it_opens_and_once(caplog: pytest.LogCaptureFixture) -> None:
     wandb, board = WandbLogger(), Mine()
     sinks = Sinks([wandb, Kept(), board])
     sinks.show("loss", 6, {})
@@ -129,6 +129,9 @@ def test_an_event_is_told_when_it_opens_and_once() -> None:
     assert board.experiment.calls == [
         ("add_text", "loss/events", "loss spike at step 7", 7),
         ("add_text", "loss/events", "loss nonfinite at step 10", 11),
+    ]
+    assert caplog.messages == [
+        f"stabilitykit: loss {what}" for what in ("spike at step 7", "nonfinite at step 10")
     ]
 
 
