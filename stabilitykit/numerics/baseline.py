@@ -145,9 +145,7 @@ class Baseline:
         if self.level is not None:
             change = abs(loss - rows[-1])
             if change and not self._moves:
-                self._noise = RollingWindow(
-                    self._noise.size
-                )  # so far one value was held: no measure of noise
+                self._noise = RollingWindow(self._noise.size)  # of one value held so far: no measure of noise
             self._noise.push(loss - self.level)
             if len(rows) == LEVEL_ROWS:
                 self._changes = min(self._changes + 1, self._noise.size)
