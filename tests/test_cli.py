@@ -158,9 +158,9 @@ def test_a_dashboard_without_network_is_one_json_document(capsys):
         assert f"expected ENTITY/PROJECT, got '{wrong}'" in error_of(capsys, ["dashboard", wrong])
 
 
-def test_a_dashboard_without_a_login_is_one_line(capsys, monkeypatch, tmp_path):
-    for name in ("HOME", "WANDB_CONFIG_DIR", "NETRC"):
-        monkeypatch.setenv(name, str(tmp_path / "nothing"))
+def test_a_dashboard_without_a_login_is_one_line(capsys, monkeypatch, wandb_home):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("NETRC", str(wandb_home / "nothing"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     assert "No API key configured" in error_of(capsys, ["dashboard", "acme/gpt"])
 

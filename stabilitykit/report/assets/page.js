@@ -2,6 +2,7 @@
 // Draws each figure when it comes near the window; colours follow the reader's light or dark setting.
 const figures = JSON.parse(document.getElementById("figures").textContent);
 const plots = [...document.querySelectorAll(".plot")];
+const MARGIN = 400;  // pixels below the window in which a figure is drawn already
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const config = {
   responsive: true, displaylogo: false, showSendToCloud: false, plotlyServerURL: "",
@@ -49,7 +50,13 @@ const watcher = new IntersectionObserver((entries) => {
   for (const entry of entries) {
     if (entry.isIntersecting) { watcher.unobserve(entry.target); draw(entry.target); }
   }
-}, { rootMargin: "400px" });
-plots.forEach((plot) => { addChoices(plot); watcher.observe(plot); });
+}, { rootMargin: `${MARGIN}px` });
+// What is on the first screen does not wait for a frame.
+const isNear = (plot) => plot.getBoundingClientRect().top < window.innerHeight + MARGIN;
+plots.forEach((plot) => {
+  addChoices(plot);
+  if (isNear(plot)) draw(plot);
+  else watcher.observe(plot);
+});
 dark.addEventListener("change", () => plots.filter((plot) => plot.dataset.drawn).forEach(draw));
 window.addEventListener("beforeprint", () => plots.forEach(draw));
