@@ -1,5 +1,6 @@
 """PrecursorMonitor in a real Trainer: what it records, what it costs, and what it must not see."""
 
+import gc
 import json
 import logging
 import math
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from stabilitykit import AttentionMonitor, PrecursorMonitor, WeightMonitor
 from stabilitykit.catalog import CATALOG
+from stabilitykit.observe.calls import AttentionCall
 from stabilitykit.runlog import read_records
 
 LAYERS = ["model.embed", "model.blocks.0", "model.blocks.1", "model.head"]
@@ -95,6 +97,18 @@ class Counted(TorchDispatchMode):
         self.count += 1
         self.reads += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
+
+
+def test_when_the_forward_is_over_no_attention_call_lives(tmp_path):
+    class Counting(PLAIN):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            alive.append(sum(type(thing) is AttentionCall for thing in gc.get_objects()))
+            return loss
+
+    alive = []
+    assert len(watch(tmp_path, module=Counting())) == 2
+    assert alive == [0] * 4
 
 
 def test_off_its_steps_it_costs_no_kernel(tmp_path):
