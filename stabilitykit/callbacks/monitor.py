@@ -1,6 +1,7 @@
 """The one meaning of due and of a monitor's hooks; every monitor is a `Monitor`."""
 
 import copy
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from stabilitykit.callbacks.run import Run
+from stabilitykit.callbacks.run import Run, rank
 from stabilitykit.callbacks.training import drop_update
 
 
@@ -25,6 +26,8 @@ def _callback_classes() -> tuple[type, ...]:
         found.append(import_module(module).Callback)
     return tuple(found)
 
+
+_LOG = logging.getLogger(__name__)  # not a warning: a run may end anywhere
 
 AnyCallback: Any = type("AnyCallback", _callback_classes(), {})
 
@@ -91,6 +94,15 @@ class Monitor(AnyCallback):
     def drain(self) -> None:
         """Writes what was held back; called before a checkpoint is saved and at the end."""
 
+    def unmeasured(self) -> str | None:
+        """When the run ended, if it left this monitor without a record; None if not."""
+        if self.run.step >= self.every_n_steps:
+            return None
+        return (
+            f"after {self.run.step} steps, before the first that is due (every_n_steps = "
+            f"{self.every_n_steps}); nothing was recorded"
+        )
+
     def memory(self) -> dict[str, Any]:
         """This monitor's own state: plain values and tensors."""
         return {}
@@ -149,6 +161,9 @@ class Monitor(AnyCallback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Nothing stays unsaid."""
         self.drain()
+        when = self.unmeasured()
+        if when and rank() == 0:
+            _LOG.warning(f"{type(self).__name__}: training ended {when}")
         if self.run.monitors[-1] is self:
             self.run.finish()
 

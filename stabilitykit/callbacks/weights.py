@@ -25,7 +25,7 @@ from stabilitykit.observe.update import refuse_lacking
 
 NO_EFFECT = "this arm had no effect"
 _EAGER = "eager twin"
-_LOG = logging.getLogger(__name__)  # not a warning: a run may end anywhere
+_LOG = logging.getLogger(__name__)
 
 
 class WeightMonitor(Monitor):
@@ -187,20 +187,18 @@ class WeightMonitor(Monitor):
             self._drop()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """What the end of the run left unmeasured is said; a resume finishes a window that was cut off."""
+        """The twins go; a resume finishes a window that was cut off."""
         super().on_train_end(trainer, pl_module)
-        if self._lockstep is not None and self.window is not None:
-            done = self.run.step - self._forked_at
-            _LOG.warning(
-                f"WeightMonitor: training ended after {done} of the window of {self.window} steps that "
-                f"opened at step {self._forked_at}; it is recorded only if training is resumed"
-            )
-        elif self.run.step < self.every_n_steps:
-            _LOG.warning(
-                f"WeightMonitor: training ended after {self.run.step} steps, before the first that is due "
-                f"(every_n_steps = {self.every_n_steps}); nothing was recorded"
-            )
         self._drop()
+
+    def unmeasured(self) -> str | None:
+        """As every monitor's; or a window that was cut off."""
+        if self._lockstep is None or self.window is None:
+            return super().unmeasured()
+        return (
+            f"after {self.run.step - self._forked_at} of the window of {self.window} steps that opened at "
+            f"step {self._forked_at}; it is recorded only if training is resumed"
+        )
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Whatever failed, the module has its own training_step; the twins stay for a last checkpoint."""

@@ -54,6 +54,17 @@ def test_due_is_counted_as_lightnings_log_every_n_steps(tmp_path):
     assert steps(tmp_path) == [2, 5]
 
 
+@pytest.mark.parametrize("every", [3, 4])
+def test_a_run_that_ends_before_the_first_due_step_says_so(tmp_path, caplog, every):
+    run = tiny.trainer(tmp_path, [LossMonitor(), Steps(every_n_steps=every)], max_steps=3)
+    run.fit(tiny.module_class("pytorch_lightning")(), tiny.batches(3))
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("stabilitykit")]
+    assert ours == [
+        "Steps: training ended after 3 steps, before the first that is due (every_n_steps = 4); "
+        "nothing was recorded"
+    ] * (every == 4)
+
+
 def test_a_short_last_accumulation_is_a_step_too(tmp_path):
     run = tiny.trainer(tmp_path, [Steps()], accumulate_grad_batches=4, max_epochs=1)
     run.fit(tiny.module_class("pytorch_lightning")(), tiny.batches(6))

@@ -1,10 +1,10 @@
 """PrecursorMonitor in a real Trainer: what it records, what it costs, and what it must not see."""
 
-import gc
 import json
 import logging
 import math
 import sys
+import weakref
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from stabilitykit import AttentionMonitor, PrecursorMonitor, WeightMonitor
 from stabilitykit.catalog import CATALOG
-from stabilitykit.observe.calls import AttentionCall
 from stabilitykit.runlog import read_records
 
 LAYERS = ["model.embed", "model.blocks.0", "model.blocks.1", "model.head"]
@@ -100,14 +99,21 @@ class Counted(TorchDispatchMode):
 
 
 def test_when_the_forward_is_over_no_attention_call_lives(tmp_path):
+    calls, alive = [], []
+
+    class Marking(PrecursorMonitor):
+        def _listen(self, call):
+            calls.append(weakref.ref(call.q))
+            super()._listen(call)
+
     class Counting(PLAIN):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
-            alive.append(sum(type(thing) is AttentionCall for thing in gc.get_objects()))
+            alive.append(sum(call() is not None for call in calls))
             return loss
 
-    alive = []
-    assert len(watch(tmp_path, module=Counting())) == 2
+    tiny.trainer(tmp_path, [Marking(2)], max_steps=4).fit(Counting(), tiny.batches(4))
+    assert len(calls) == 4  # two layers on two due steps
     assert alive == [0] * 4
 
 
